@@ -26,9 +26,9 @@ from laststep.checkpoint.manager import Position
 from laststep.checkpoint.writer import CheckpointInfo, HostMemory
 from laststep.loops.snapshot import Copies
 from laststep.ranks.launchers import free_port
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.replicas import ReplicaLink
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore
 from laststep.ranks.world import ShardPlace, World
 
 EVERY = (None, 10, 1)  # steps between copies

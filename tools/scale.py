@@ -17,9 +17,9 @@ from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval,
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.disk import ROUND_S_PER_RANK, SHORTEST_ROUND_S
+from laststep.ranks.meeting import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
 from laststep.ranks.stop import ANSWER_S
-from laststep.ranks.store import POLL_S
 from laststep.ranks.watchdog import BEAT_S
 from tools.scale_goodput import HEAD, Size, rows, summary
 

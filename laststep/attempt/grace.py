@@ -46,7 +46,7 @@ from laststep.say import say
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from laststep.ranks.store import SealedStore
+    from laststep.ranks.meeting import SealedStore
 
 
 # This close to SIGKILL the attempt stops waiting for anything, and uses the time left to record how it ended.

@@ -39,7 +39,7 @@ from laststep.checkpoint.files import FileEntry, hash_files
 from laststep.checkpoint.store import OPAQUE, fsync
 from laststep.config.errors import ConfigError
 from laststep.ranks.group import Group
-from laststep.ranks.store import with_prefix
+from laststep.ranks.meeting import with_prefix
 
 LOOK_S = 2.0  # between two looks at what a framework has written so far
 LONGEST_POLL_S = 0.1  # between two looks at the key-value store

@@ -54,7 +54,7 @@ from laststep.checkpoint.shards import Like, new_like, range_of
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
 from laststep.checkpoint.writer import HostMemory
 from laststep.ranks.group import Group
-from laststep.ranks.store import with_prefix
+from laststep.ranks.meeting import with_prefix
 
 PIECE_BYTES = 32 << 20  # that are sent at a time; a multiple of the page size
 # How long ranks wait for each other: a slow disk is not a fault, and the watchdog ends an attempt without progress.

@@ -76,7 +76,7 @@ from laststep.checkpoint.store import (
     syncs_names,
 )
 from laststep.config.ranking import Ranking
-from laststep.ranks.store import with_prefix
+from laststep.ranks.meeting import with_prefix
 from laststep.ranks.world import ShardPlace
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a

@@ -45,9 +45,9 @@ from laststep.ranks import nccl
 from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import DeviceConflict, MeetingError
+from laststep.ranks.meeting import PUBLISH_S, SealedStore, connect_to_store, use_interface
 from laststep.ranks.process import alarm
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import PUBLISH_S, SealedStore, connect_to_store, use_interface
 from laststep.ranks.world import ShardPlace, World, hostname
 from laststep.say import say
 

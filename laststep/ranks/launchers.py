@@ -1,9 +1,9 @@
 """detect_world: which rank of an attempt this process is, from the environment variables that its launcher set.
 
-There is a small class for each launcher. Where launchers are nested (torchrun within srun), the innermost is right, and
-the others' variables must agree with it. Once the ranks have met, `export_world` sets the variables by which code
-written for torchrun learns its rank. A process that a rank starts inherits them. It is not that rank, so `detect_world`
-forgets them first.
+A table has the launchers that differ only in the names of variables; the others have a function each. Where launchers
+are nested (torchrun within srun), the innermost is right, and the others' variables must agree with it. Once the ranks
+have met, `export_world` sets the variables by which code written for torchrun learns its rank. A process that a rank
+starts inherits them. It is not that rank, so `detect_world` forgets them first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import os
 import re
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import NamedTuple
 
 from submitit import JobEnvironment
 from submitit.slurm.slurm import SlurmParseException
@@ -40,251 +39,229 @@ BATCH_HOST = "LASTSTEP_BATCH_HOST"
 UNDECIDED = "LASTSTEP_UNDECIDED"
 
 
-class Launcher(ABC):
+class Row(NamedTuple):
+    """A launcher that sets environment variables in each rank; here are their names."""
+
+    name: str
+    marks: tuple[str, ...]  # with which a process knows that this launcher started it
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]  # name this use of the launcher, the same in all ranks
+    node: str = ""  # empty, as `nodes`: see `_by_row`
+    nodes: str = ""
+    restart: str = ""  # how often the launcher itself has started all ranks again
+    most_restarts: str = ""
+    defaults: Mapping[str, str] = {}  # of a variable that may be missing: the one whose value it then has
+
+
+SPAWN = Row(  # our own: `python -m laststep --spawn N`, see laststep.submission.local
+    name="spawn",
+    marks=("LASTSTEP_RANK",),
+    rank="LASTSTEP_RANK",
+    size="LASTSTEP_WORLD_SIZE",
+    local_rank="LASTSTEP_RANK",
+    local_size="LASTSTEP_WORLD_SIZE",
+    job=("LASTSTEP_JOB",),
+)
+RAY = Row(  # Ray Train, see laststep.frameworks.ray: in each of its workers, which Ray itself starts again
+    name="ray",
+    marks=("LASTSTEP_RAY_RANK",),
+    rank="LASTSTEP_RAY_RANK",
+    size="LASTSTEP_RAY_WORLD_SIZE",
+    local_rank="LASTSTEP_RAY_LOCAL_RANK",
+    local_size="LASTSTEP_RAY_LOCAL_WORLD_SIZE",
+    job=("LASTSTEP_RAY_JOB",),
+    node="LASTSTEP_RAY_NODE_RANK",
+    restart="LASTSTEP_RAY_RESTARTS",
+)
+TORCHRUN = Row(  # torch.distributed.elastic
+    name="torchrun",
+    marks=("TORCHELASTIC_RUN_ID",),
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    job=("TORCHELASTIC_RUN_ID",),
+    node="GROUP_RANK",
+    nodes="GROUP_WORLD_SIZE",
+    restart="TORCHELASTIC_RESTART_COUNT",
+    most_restarts="TORCHELASTIC_MAX_RESTARTS",
+)
+MPIRUN = Row(  # Open MPI's. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables
+    name="mpirun",
+    marks=("OMPI_COMM_WORLD_RANK",),
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE",),
+)
+TORCH_VARIABLES = Row(  # anything else that sets torch's own (init_method env://), such as operators of Kubernetes
+    name="env",
+    marks=("RANK", "WORLD_SIZE"),
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    job=("MASTER_ADDR", "MASTER_PORT"),
+    defaults={"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"},
+)
+
+
+class Launcher(NamedTuple):
     """One way of starting ranks."""
 
-    name: ClassVar[str]
-    variables: ClassVar[tuple[str, ...]] = ()  # that hold rank, size and local rank; none: one rank
-
-    @classmethod
-    @abstractmethod
-    def started(cls, env: Env) -> bool:
-        """Whether this launcher started the process that has this environment."""
-
-    @classmethod
-    @abstractmethod
-    def world(cls, env: Env) -> World:
-        """The process's place among the ranks. Raises ConfigError when a variable is missing or not a number."""
-
-    @classmethod
-    def _build_world(
-        cls,
-        env: Env,
-        job: str,
-        local_size: int,
-        node: int,
-        nodes: int,
-        hosts: tuple[str, ...] | None = None,
-        restart: int = 0,
-    ) -> World:
-        """The parts that all launchers have in common.
-
-        `job` names this use of the launcher, the same in all ranks; `restart` is how often the launcher itself has
-        started all ranks again.
-        """
-        rank, size, local_rank = (read_int(env, name) for name in cls.variables) if cls.variables else (0, 1, 0)
-        job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cls.name}-{job}")
-        launch = f"{job}-{restart}"
-        on_slurm = "SLURM_JOB_ID" in env
-        if on_slurm:
-            job, restart = slurm_job(env)
-        step_id = restarts_in_place(env)
-        if step_id:  # a launcher may give all its starts in one allocation the same name
-            launch = f"{launch}-{step_id}"
-        return World(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node=node,
-            nodes=nodes,
-            hosts=tuple(hostname() if other == rank else host for other, host in enumerate(hosts or [""] * size)),
-            job_id=job,
-            restart=restart,
-            attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
-            launcher=cls.name,
-            on_slurm=on_slurm,
-            step_id=step_id,
-            supervised=RESTARTS in env,
-            variables=cls.variables,
-        )
+    name: str
+    started: Callable[[Env], bool]  # whether it started the process that has this environment
+    world: Callable[[Env], World]  # the process's place; raises ConfigError: a variable is missing or not a number
 
 
-class Spawn(Launcher):
-    """Our own: `python -m laststep --spawn N`, see laststep.submission.local."""
+def _by_row(row: Row) -> Launcher:
+    """A launcher of the table."""
 
-    name = "spawn"
-    variables = ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_RANK")
+    def world(env: Env) -> World:
+        env = {**{name: env[other] for name, other in row.defaults.items() if other in env}, **env}
+        variables = (row.rank, row.size, row.local_rank)
+        rank, size, local_rank = (read_int(env, name) for name in variables)
+        local_size = read_int(env, row.local_size)
+        # Where a launcher does not number or count the nodes. This is right when every node has the same number of
+        # ranks and they are filled one after the other. The ranks exchange their real hosts when they meet.
+        node = read_int(env, row.node) if row.node else (rank - local_rank) // local_size
+        nodes = read_int(env, row.nodes) if row.nodes else -(-size // local_size)
+        restart = read_int(env, row.restart) if row.restart else 0
+        job = "-".join(env.get(name, "") for name in row.job) or "unnamed"
+        # torchrun's is a UUID unless --rdzv-id names it; its first part is unique enough.
+        job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", job)
+        hosts = (hostname(),) * size if row is SPAWN else None
+        place = Place(rank, size, local_rank, local_size, node, nodes, hosts)
+        built = _build_world(env, row.name, job, place, variables, restart)
+        return replace(built, launcher_restarts=bool(row.most_restarts) and restart < read_int(env, row.most_restarts))
 
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return "LASTSTEP_RANK" in env
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        size = read_int(env, "LASTSTEP_WORLD_SIZE")
-        hosts = (hostname(),) * size
-        return cls._build_world(env, env["LASTSTEP_JOB"], local_size=size, node=0, nodes=1, hosts=hosts)
-
-
-class Ray(Launcher):
-    """Ray Train, see laststep.frameworks.ray: in each of its workers, which Ray itself starts again."""
-
-    name = "ray"
-    variables = ("LASTSTEP_RAY_RANK", "LASTSTEP_RAY_WORLD_SIZE", "LASTSTEP_RAY_LOCAL_RANK")
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return "LASTSTEP_RAY_RANK" in env
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        places = ("LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "RESTARTS")
-        local_size, node, size, restart = (read_int(env, f"LASTSTEP_RAY_{name}") for name in places)
-        nodes = -(-size // local_size)  # as for mpirun: Ray numbers the nodes, but does not count them
-        return cls._build_world(env, env["LASTSTEP_RAY_JOB"], local_size, node, nodes, restart=restart)
+    return Launcher(row.name, lambda env: all(name in env for name in row.marks), world)
 
 
-class Torchrun(Launcher):
-    """torchrun (torch.distributed.elastic)."""
+class Place(NamedTuple):
+    """A process among the ranks, as `World` has it."""
 
-    name = "torchrun"
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return "TORCHELASTIC_RUN_ID" in env
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        places = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-        local_size, node, nodes = (read_int(env, name) for name in places)
-        # Without --rdzv-id this is a UUID; its first part is unique enough.
-        job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", env["TORCHELASTIC_RUN_ID"])
-        restart, restarts = (read_int(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-        world = cls._build_world(env, job, local_size, node, nodes, restart=restart)
-        return replace(world, launcher_restarts=restart < restarts)
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    hosts: tuple[str, ...] | None = None  # None: the launcher does not say
 
 
-class Mpirun(Launcher):
-    """Open MPI's mpirun. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables."""
+def _build_world(
+    env: Env, launcher: str, job: str, place: Place, variables: tuple[str, ...] = (), restart: int = 0
+) -> World:
+    """What all launchers but submitit have in common.
 
-    name = "mpirun"
-    variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    `job` names this use of the launcher, the same in all ranks; `variables` hold rank, size and local rank; `restart`
+    is how often the launcher itself has started all ranks again.
+    """
+    job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{launcher}-{job}")
+    launch = f"{job}-{restart}"
+    on_slurm = "SLURM_JOB_ID" in env
+    if on_slurm:
+        job, restart = slurm_job(env)
+    step_id = restarts_in_place(env)
+    if step_id:  # a launcher may give all its starts in one allocation the same name
+        launch = f"{launch}-{step_id}"
+    hosts = place.hosts or ("",) * place.size
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        node=place.node,
+        nodes=place.nodes,
+        hosts=tuple(hostname() if other == place.rank else host for other, host in enumerate(hosts)),
+        job_id=job,
+        restart=restart,
+        attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
+        launcher=launcher,
+        on_slurm=on_slurm,
+        step_id=step_id,
+        supervised=RESTARTS in env,
+        variables=variables,
+    )
 
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return "OMPI_COMM_WORLD_RANK" in env
 
-    @classmethod
-    def world(cls, env: Env) -> World:
-        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
-        local_size = read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-        # mpirun does not number the nodes. This is right when every node has the same number of ranks and they are
-        # filled one after the other. The ranks exchange their real hosts when they meet.
-        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
-        return cls._build_world(env, env.get("PMIX_NAMESPACE", "unnamed"), local_size, node, nodes)
+def _submitit_started(env: Env) -> bool:
+    try:
+        return bool(JobEnvironment())
+    except RuntimeError:  # not in a submitit job
+        return False
 
 
-class Submitit(Launcher):
+def _submitit_world(env: Env) -> World:
     """submitit's Slurm, local and debug executors, and our own local launcher, which sets the local one's variables."""
-
-    name = "submitit"
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        try:
-            return bool(JobEnvironment())
-        except RuntimeError:  # not in a submitit job
-            return False
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        job = JobEnvironment()
-        on_slurm = job.name() == "slurm"
-        restart = slurm_job(env)[1] if on_slurm else 0
-        try:
-            rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
-            node, nodes = job.node, job.num_nodes
-        except ValueError as error:
-            raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
-        step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
-        hosts = job.hostnames
-        if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
-            hosts = compat.step_hostnames()
-            nodes = len(hosts)
-        per_node = -(-size // nodes)
-        step = "" if step_id is None else f"-{step_id}"
-        again = read_int(env, STEP_RESTARTS) if STEP_RESTARTS in env else None
-        return World(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=per_node,
-            node=node,
-            nodes=nodes,
-            hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
-            job_id=job.job_id,
-            restart=restart,
-            attempt=f"{job.job_id}-{restart}{step}" + (f"-{again}" if again else ""),
-            launcher=f"submitit-{job.name()}",
-            on_slurm=on_slurm,
-            step_id=step_id,
-            step_restarts=again,
-            supervised=RESTARTS in env,
-        )
+    job = JobEnvironment()
+    on_slurm = job.name() == "slurm"
+    restart = slurm_job(env)[1] if on_slurm else 0
+    try:
+        rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
+        node, nodes = job.node, job.num_nodes
+    except ValueError as error:
+        raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
+    step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
+    hosts = job.hostnames
+    if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
+        hosts = compat.step_hostnames()
+        nodes = len(hosts)
+    per_node = -(-size // nodes)
+    step = "" if step_id is None else f"-{step_id}"
+    again = read_int(env, STEP_RESTARTS) if STEP_RESTARTS in env else None
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=per_node,
+        node=node,
+        nodes=nodes,
+        hosts=tuple(hosts[min(other // per_node, len(hosts) - 1)] for other in range(size)),
+        job_id=job.job_id,
+        restart=restart,
+        attempt=f"{job.job_id}-{restart}{step}" + (f"-{again}" if again else ""),
+        launcher=f"submitit-{job.name()}",
+        on_slurm=on_slurm,
+        step_id=step_id,
+        step_restarts=again,
+        supervised=RESTARTS in env,
+    )
 
 
-class Srun(Launcher):
+def _srun_world(env: Env) -> World:
     """Slurm's srun, within sbatch or salloc."""
-
-    name = "srun"
     variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return slurm_step(env) is not None  # SLURM_PROCID is set in the script of an sbatch too
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        node, tasks_per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
-        if node >= len(tasks_per_node):
-            text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
-        hosts = step_task_hosts(env, tasks_per_node)
-        world = cls._build_world(
-            env, f"step{env['SLURM_STEP_ID']}", tasks_per_node[node], node, len(tasks_per_node), hosts
-        )
-        return replace(world, step_id=slurm_step(env))
+    rank, size, local_rank = (read_int(env, name) for name in variables)
+    node, tasks_per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
+    if node >= len(tasks_per_node):
+        text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
+    hosts = step_task_hosts(env, tasks_per_node)
+    place = Place(rank, size, local_rank, tasks_per_node[node], node, len(tasks_per_node), hosts)
+    world = _build_world(env, "srun", f"step{env['SLURM_STEP_ID']}", place, variables)
+    return replace(world, step_id=slurm_step(env))
 
 
-class TorchVariables(Launcher):
-    """Anything else that sets torch's own variables (init_method env://), such as the operators of Kubernetes."""
-
-    name = "env"
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return "RANK" in env and "WORLD_SIZE" in env
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        env = {"LOCAL_RANK": env["RANK"], **env}
-        rank, size, local_rank = (read_int(env, name) for name in cls.variables)
-        local_size = read_int({"LOCAL_WORLD_SIZE": str(size), **env}, "LOCAL_WORLD_SIZE")
-        node, nodes = (rank - local_rank) // local_size, -(-size // local_size)
-        return cls._build_world(
-            env, f"{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}", local_size, node, nodes
-        )
-
-
-class PlainPython(Launcher):
+def _python_world(env: Env) -> World:
     """Plain python: no launcher, one rank."""
-
-    name = "python"
-
-    @classmethod
-    def started(cls, env: Env) -> bool:
-        return True
-
-    @classmethod
-    def world(cls, env: Env) -> World:
-        return cls._build_world(env, f"{STARTED}-{os.getpid()}", local_size=1, node=0, nodes=1)
+    return _build_world(env, "python", f"{STARTED}-{os.getpid()}", Place(0, 1, 0, 1, node=0, nodes=1))
 
 
 # The innermost first: each of these may itself have been started by any that follows it.
-LAUNCHERS: tuple[type[Launcher], ...] = (Spawn, Ray, Torchrun, Mpirun, Submitit, Srun, TorchVariables, PlainPython)
+LAUNCHERS = (
+    *map(_by_row, (SPAWN, RAY, TORCHRUN, MPIRUN)),
+    Launcher("submitit", _submitit_started, _submitit_world),
+    # SLURM_PROCID is set in the script of an sbatch too, the number of the step is not.
+    Launcher("srun", lambda env: slurm_step(env) is not None, _srun_world),
+    _by_row(TORCH_VARIABLES),
+    Launcher("python", lambda env: True, _python_world),
+)
 
 
 def restarts_in_place(env: Env) -> int | None:

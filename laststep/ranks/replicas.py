@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from laststep.ranks.meeting import SealedStore, interfaces
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore, interfaces
 from laststep.ranks.world import World, hostname
 from laststep.say import say
 

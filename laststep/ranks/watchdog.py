@@ -40,7 +40,7 @@ from laststep.ranks.world import World
 from laststep.say import say
 
 if TYPE_CHECKING:
-    from laststep.ranks.store import SealedStore
+    from laststep.ranks.meeting import SealedStore
 
 
 BEAT_S = 0.5
@@ -558,7 +558,7 @@ class Lifeline:
 
 
 def _listen(world: World, host: str) -> socket.socket:
-    from laststep.ranks.store import named_address  # imports torch
+    from laststep.ranks.meeting import named_address  # imports torch
 
     if address := named_address(world, host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

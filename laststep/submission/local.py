@@ -366,7 +366,7 @@ def _say(text: str) -> None:
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:
     """Call `work`, which must be picklable, in this many processes, each with its rank in the environment, see
-    laststep.ranks.launchers.Spawn.
+    `SPAWN` in laststep.ranks.launchers.
 
     Signals that ask for a stop are forwarded. Returns 0, or the exit status of the first rank that failed. Raises the
     ConfigError that `work` raised.

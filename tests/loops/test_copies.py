@@ -27,8 +27,8 @@ from laststep.loops.learner import LateUpdate
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import Copies, open_link
 from laststep.ranks.group import Group
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore
 from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
 from tests.support.sharded import places, pretended_rank, sharded_state

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from laststep.ranks import store as address
+from laststep.ranks import meeting as address
 from tests.support.worlds import a_world
 
 ETH, DOCKER = ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")

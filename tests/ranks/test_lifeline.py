@@ -17,8 +17,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore
 from laststep.ranks.watchdog import KEY, Lifeline, Lifelines
 from tests.support.ranks import forked
 from tests.support.waiting import DEADLINE_S, wait_until

@@ -17,7 +17,7 @@ import pytest
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.ranks import store as address
+from laststep.ranks import meeting as address
 from laststep.ranks.world import hostname
 from laststep.rundir import RunDir
 from tests.support.ranks import reasons, starts

@@ -17,9 +17,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.replicas import _HEADER, Copy, Place, ReplicaLink
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
 

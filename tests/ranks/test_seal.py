@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from laststep.ranks.fault import Fault, MeetingError
 from laststep.ranks.group import _load_seal
+from laststep.ranks.meeting import SealedStore, with_prefix
 from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
 from laststep.ranks.stop import Stop
-from laststep.ranks.store import SealedStore, with_prefix
 from laststep.ranks.watchdog import Beat, Probes, Watchdog
 from tests.support.ranks import Attempt, fingerprint, reasons
 from tests.support.runs import config, undisturbed

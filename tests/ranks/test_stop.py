@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
 from laststep.ranks.stop import Stop
-from laststep.ranks.store import SealedStore
 from tests.support.waiting import DEADLINE_S, read_until, wait_until
 from tests.support.worlds import a_world
 

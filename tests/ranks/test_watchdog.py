@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from laststep.ranks import process, watchdog
 from laststep.ranks.fault import Fault
+from laststep.ranks.meeting import SealedStore
 from laststep.ranks.seal import Seal
-from laststep.ranks.store import SealedStore
 from laststep.ranks.watchdog import Beat, Probes, Watchdog, name_stuck, straggler
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.worlds import a_world
