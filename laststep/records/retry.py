@@ -55,7 +55,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from laststep.config.schema import Launch
-from laststep.ranks.watchdog import Retry
+from laststep.ranks.fault import Retry
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, users_line_in
 from laststep.records.submissions import SubmissionRecord
 
