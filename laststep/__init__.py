@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
 
-_HOMES = {
+_MODULES = {
     "Config": "config.config",
     "Run": "loops.run",
     "Task": "task",
@@ -39,6 +39,6 @@ def main() -> int:
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command starts quickly only if it does not import torch."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'laststep' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"laststep.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"laststep.{_MODULES[name]}"), name)

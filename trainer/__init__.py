@@ -2,7 +2,7 @@
 
     launch.py     reads a configuration and makes a `Trainer(config)`
     submitit      pickles that Trainer, which holds nothing but its configuration, and calls it in each rank of the job
-    the Trainer   finds the newest whole checkpoint of its run, trains from there, and returns the last metrics
+    the Trainer   finds the newest intact checkpoint of its run, trains from there, and returns the last metrics
     a signal      makes all ranks stop after the same step: they save it, record the end, and `Trainer.checkpoint()`
                   returns the same Trainer, which submitit submits again by requeueing the job
     a dead rank   is noticed within a second; the others save the last step that they have finished, and the ranks start
@@ -26,7 +26,7 @@ from laststep import __all__ as __all__
 if TYPE_CHECKING:
     from laststep import Config, Run, Task, Trainer, load_weights, submit  # noqa: F401
 
-_FOLDER_OF_LASTSTEP = True  # what tells this module from a user's `trainer`, see laststep.records.former_names
+_FOLDER_OF_LASTSTEP = True  # distinguishes this module from a user's `trainer`, see laststep.records.former_names
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m trainer` in a clone: `python -m laststep`, as scripts of before version 0.2 call it."""
+"""`python -m trainer` in a clone does what `python -m laststep` does, for scripts written before version 0.2."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ The peers write a checkpoint after each epoch, and resume from their newest one 
 scripts that people usually copy do not. "On Laststep" are the same scripts with [Laststep's adapter](frameworks.md).
 One harness for all: `python -m benchmarks.peers`.
 
-*Lost* steps had to be done again. *Back in* is the time from the last step before the fault to the first new step,
-including the queue. *By hand* means that the job was gone, or hung for {deadline} s. *Same weights*: bit for bit those
+*Lost* steps had to be done again. *Back in*: from the last step before the fault to the first new step, with the queue.
+*By hand* means that the job was gone, or hung for {deadline} s. *Same weights*: bit for bit those
 of the same trainer's undisturbed run.
 
 {table}

@@ -227,7 +227,7 @@ RESERVED_SBATCH_OPTIONS = {
     "error": "launch.root: the output goes to RUN/logs/ there",
     "open-mode": "launch.root: the output goes to RUN/logs/ there",
 }
-# Options of which one GPU in a list is `gpu:TYPE:COUNT`, and options of which it is `TYPE:COUNT`.
+# Options that list GPUs as `gpu:TYPE:COUNT`, and options that list them as `TYPE:COUNT`.
 GRES_OPTIONS = ("gres", "tres-per-node", "tres-per-task")
 GPU_OPTIONS = ("gpus-per-node", "gpus", "gpus-per-task", "gpus-per-socket")
 
@@ -333,7 +333,7 @@ class Launch:
 
     @property
     def gpus_in_slurm(self) -> dict[str, int]:
-        """The GPUs per node that `slurm` asks for, by the option; see laststep.config.schema."""
+        """The GPUs per node that `slurm` asks for, by the option as it is written."""
         return gpus_in(self.slurm, self.job_nodes, self.tasks_per_node or 1)
 
     @property

@@ -18,7 +18,7 @@ from laststep.report.curves import Curves
 from laststep.report.figures import Figure, colour, legend
 from laststep.report.figures import html as figures_html
 from laststep.report.timeline import Timeline, steps, when
-from laststep.runs.time_split import TimeSplit
+from laststep.runs.run_status import TimeSplit
 from laststep.say import counted
 
 STYLE = Path(__file__).with_name("page.css")

@@ -40,7 +40,7 @@ SEPARATOR = "\x1f"
 class Job:
     """A job in the queue, or one of an array: its state as Slurm names it, e.g. PENDING, and why it waits.
 
-    Times are in Unix seconds. See laststep/runs/queue.py for the fields that tell whose job it is.
+    Times are in Unix seconds. The last four fields say whose job it is.
     """
 
     state: str
@@ -174,7 +174,7 @@ def owner_of(
 
 def submissions_of(run: RunDir, queue: Queue) -> tuple[list[SubmissionRecord], list[Submission]]:
     """The run's submissions, also those that sbatch has not answered if the queue shows their job by its tag; and those
-    of which it is not known whether Slurm has the job."""
+    whose job Slurm may or may not have."""
     lines, unclear = read_lines(run.submissions), []
     submissions = submissions_in(lines)
     for intent in intents_in(lines):

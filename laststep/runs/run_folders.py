@@ -305,7 +305,7 @@ def trusted_in_shell(run: RunDir) -> list[str]:
     """Lines for a job's batch shell that define `trusted`, the same check: it must not import what it checks."""
     folder, logs, code, compiled = (shlex.quote(str(path)) for path in (run.path, run.logs, run.code, run.compiled))
     return [
-        "# Whoever can write the files that this job executes could run commands as its user: then it refuses to.",
+        "# Anyone who can write the files that this job executes could run commands as its user: then it refuses to.",
         "trusted() {",
         "    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         r"    unsafe=(! -type l \( -perm /022 -o ! -uid $EUID ! -uid 0 \) -print -quit)",

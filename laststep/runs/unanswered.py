@@ -1,4 +1,4 @@
-"""Submissions that sbatch has not answered: whether a run may have a job of which it does not know the id.
+"""Submissions that sbatch has not answered: whether a run may have a job whose id it does not know.
 
 A command announces each job in submissions.jsonl before it calls sbatch (see laststep.records.submissions). If the
 answer is lost, the job is found again by the tag in its comment: by the command itself, by the next one, or by the job,

@@ -113,7 +113,7 @@ class ReadyRun(NamedTuple):
 def hand_over(
     folder: RunDir, config: Config, runs: Sequence[ReadyRun], parallel: int | None = None
 ) -> list[SlurmJob[dict[str, float]]]:
-    """Steps 5 to 7: submit one job per run; several as one array, of which at most `parallel` run at a time.
+    """Steps 5 to 7: submit one job per run; several as one array, at most `parallel` at a time.
 
     `folder` holds their code and their logs: the run's own, or the sweep's. The first submission copies the code; later
     ones use the same copy. `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the

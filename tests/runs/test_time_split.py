@@ -13,7 +13,7 @@ import pytest
 from laststep.records.attempt_record import AttemptRecord, read_attempts
 from laststep.records.metrics import steps_from
 from laststep.records.submissions import SubmissionRecord
-from laststep.runs.time_split import TimeSplit, Waiting, split_time
+from laststep.runs.run_status import TimeSplit, Waiting, split_time
 from tests.support.records import add_metrics, ended_attempt
 
 T0 = 1_000_000.0  # the first submission
