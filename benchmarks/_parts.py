@@ -31,8 +31,8 @@ PARTS = {
         *("laststep.optim.fast_step:FastStep.__call__", "laststep.loops.learner:clear_gradients"),
     ),
     "whether the gradient is finite": ("laststep.loops.gradients:Replicated.measure",),
-    "readback and metrics lines": ("laststep.loops.engine:Loop._step_done",),
-    "saves": ("laststep.loops.engine:Loop.save",),
+    "readback and metrics lines": ("laststep.loops.engine:Engine.step_done",),
+    "saves": ("laststep.loops.engine:Engine.save",),
     "ring": tuple(
         f"laststep.loops.snapshot:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),

@@ -71,6 +71,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def given(self) -> Path:
+        """The keys that the user has set for the run, as a JSON list: the other values are defaults."""
+        return self.path / "given.json"
+
+    @property
     def initial_weights(self) -> Path:
         """The weights that the run started from, as JSON: source, weights_sha256. Only where model.weights is set."""
         return self.path / "initial_weights.json"

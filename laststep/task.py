@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
+from laststep.config.args import checked_args, free_args
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import plain, seen_by, view
 from laststep.config.schema import READY_MADE
 from laststep.optim.build import make_optimizer, scheduled
 
@@ -46,9 +49,24 @@ class Task:
     # The modules besides torch from whose global generators `step` and what it calls may draw. Seeding these two takes
     # some 10 us of each step; `draws = ()` saves that. A draw that is left out here ends the run with an error.
     draws: Collection[str] = ("random", "numpy")
+    # A dataclass of yours: the type of `args`. Then a wrong name, a wrong type or a missing value is refused as the run
+    # is submitted. None: `args` has an attribute for each key that is set.
+    settings: type | None = None
+    # The keys and sections of `model` and `data` that this class reads, such as ("model.name", "data"). Then any other
+    # that is set is refused as the run is submitted. None: it is found out before the first step.
+    reads: Collection[str] | None = None
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @functools.cached_property
+    def args(self) -> Any:
+        """The settings of your own, `args.NAME=VALUE` in the configuration: `self.args.NAME`. Raises ConfigError."""
+        seen = seen_by(self.config)
+        if self.settings is None:
+            return free_args(plain(self.config).args, seen)
+        checked = checked_args(self.settings, plain(self.config).args)
+        return checked if seen is None else view(checked, "args.", seen)
 
     def prepare(self) -> None:
         """Download or unpack the data. Called before `datasets`, on one rank of each node, one node after another."""
@@ -155,6 +173,21 @@ def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
     except TypeError:
         raise ConfigError(f"task={config.task}: must take the run, and perhaps args: def {name}(run)") from None
     return found
+
+
+def make_task(kind: type[Task], config: Config) -> Task:
+    """The task, with its configuration. Raises ConfigError if its constructor does not take that."""
+    try:
+        inspect.signature(kind).bind(config)
+    except TypeError:
+        raise ConfigError(
+            f"task={config.task}: its constructor must take the configuration alone: "
+            "def __init__(self, config): super().__init__(config)"
+        ) from None
+    task = kind(config)
+    if not hasattr(task, "config"):  # __init__ has not called that of Task
+        task.config = config
+    return task
 
 
 def args_parameter(function: Callable[..., Any]) -> inspect.Parameter | None:

@@ -20,7 +20,7 @@ from laststep.ranks.process import Signals
 from laststep.ranks.world import World
 from laststep.records import former_names
 from laststep.records.attempt_record import read_ended_attempts
-from laststep.records.retry import Next, decide
+from laststep.records.retry import Next, decide, recorded
 from laststep.rundir import RunDir
 from laststep.say import command, say
 
@@ -87,8 +87,9 @@ class Trainer:
 
         submitit's signal handler calls this, which `Attempt` runs once the state is saved and the end recorded.
         """
-        # Not the record's `requeue`, which is False off Slurm: submitit's LocalExecutor starts its jobs again, too.
-        decision = decide(read_ended_attempts(self.run.attempts), self.config.launch)
+        ended, launch = read_ended_attempts(self.run.attempts), self.config.launch
+        # Off Slurm nothing was decided at the end of the attempt, but submitit's LocalExecutor starts its jobs again.
+        decision = recorded(ended, launch) if "SLURM_JOB_ID" in os.environ else decide(ended, launch)
         if decision.what is Next.END:
             resume = command(f"resume {shlex.quote(str(self.run.path))}")
             say(f"not requeued: {decision.why}; `{resume}` continues the run")

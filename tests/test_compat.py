@@ -39,9 +39,8 @@ from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
-from tests.support.editable import install_finder
 from tests.support.needs import require_package
-from tests.support.project import PROJECT
+from tests.support.project import PROJECT, install_finder
 from tests.support.sharded import pretended_rank, sharded
 from tests.support.stub_driver import StubDriver
 from tests.support.torch_settings import torch_setting

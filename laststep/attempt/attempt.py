@@ -53,7 +53,7 @@ from laststep.rundir import RunDir
 from laststep.say import say
 
 if TYPE_CHECKING:
-    from laststep.loops.engine import Loop
+    from laststep.loops.engine import Engine
     from laststep.ranks.group import Group
 
 # How long the threads of a rank that failed may take to end.
@@ -148,9 +148,9 @@ class Attempt:
             self._learn_kill_wait(group)
             checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
             self._phases.done("reading checkpoint")
-            loop = start.create_loop(state, group, stop, self._watchdog, self._phases, self._closing)
-            loop.restore(checkpoint)
-            finished = loop.run()
+            engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)
+            engine.restore(checkpoint)
+            finished = engine.run()
         except Exception as error:
             if refusal := self._refusal(error):
                 self._fail(refusal)
@@ -158,7 +158,7 @@ class Attempt:
             self._fail(error)
             raise
         try:
-            return self._end_in_order(loop, group, finished)
+            return self._end_in_order(engine, group, finished)
         except SystemExit as leaving:
             if self._last_exit is not None:
                 self._last_exit.status = leaving.code if isinstance(leaving.code, int) else 1
@@ -202,7 +202,7 @@ class Attempt:
         if self._grace.kill_wait_s is None and group.world.on_slurm:
             self._grace.kill_wait_s = group.broadcast_int("grace", kill_wait_s() if group.world.rank == 0 else None)
 
-    def _end_in_order(self, loop: Loop, group: Group, finished: bool) -> dict[str, float]:
+    def _end_in_order(self, engine: Engine, group: Group, finished: bool) -> dict[str, float]:
         """The orderly end: everything is saved. Rank 0 records that before anything else, and waits for no other rank.
 
         Returns the metrics of the last epoch of a finished run, else raises Stopped.
@@ -211,7 +211,7 @@ class Attempt:
         status = 0 if finished or state.signal is None else status_after(state.signal, world)
         deadline = Deadline(self._end_s, status if world.rank else 1)
         self._watchdog.close()
-        step = loop.position.step
+        step = engine.position.step
         record, wants_requeue = None, False
         if world.rank == 0:
             if finished:
@@ -223,10 +223,10 @@ class Attempt:
             deadline.status = status
         self._leave(group)
         if finished:
-            loop.tensorboard.complete()
-            loop.progress.print_result(loop.position.metrics)
+            engine.tensorboard.complete()
+            engine.progress.print_result(engine.position.metrics)
             deadline.cancel()
-            return loop.position.metrics
+            return engine.position.metrics
         if wants_requeue:
             requeue(state, record, state.signals.requeue)
         deadline.cancel()
@@ -321,11 +321,11 @@ def _may_pass(error: Exception, state: AttemptState) -> Retry:
     if isinstance(error, ArithmeticError):  # a step that is not finite
         return "no"
     if isinstance(error, ConfigError):
-        in_training = state.loop is not None and state.loop.position.step > state.start_step
+        in_training = state.engine is not None and state.engine.position.step > state.start_step
         return "no" if in_training else "if_trained"
     building = (
         state.group is not None
-        and state.loop is None
+        and state.engine is None
         and not isinstance(error, (MeetingError, CheckpointError, DiskError, BadNode))
     )
     return "if_trained" if building else "yes"

@@ -31,6 +31,7 @@ from laststep.attempt.ending import (
 from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
 from laststep.attempt.rescue_plan import Holding, Part, Plan
+from laststep.attempt.restart import Actor, who_acts
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
@@ -44,7 +45,7 @@ from laststep.records.retry import least_hopeful
 from laststep.say import counted, say
 
 if TYPE_CHECKING:
-    from laststep.loops.engine import Loop
+    from laststep.loops.engine import Engine
 
 
 # How long this rank stays in a rescue in which no survivor gets anything done, for example because the disk hangs.
@@ -161,7 +162,7 @@ class EndByFault:
         state, world = self._state, self._state.world
         if world.rank or world.number is None:
             return None
-        saves_last = state.loop is not None and state.loop.saves.last
+        saves_last = state.engine is not None and state.engine.saves.last
         if not self._has_met or state.signal or saves_last:  # SIGKILL may come soon; else a lifeline shows it
             self._view.refresh()
         if not self._folder.exists():
@@ -192,9 +193,9 @@ class EndByFault:
         passed_s = time.monotonic() - signalled_at
         if self._grace.is_over():
             self._exit_at_last_moment()
-        loop = self._state.loop
-        in_last_save = loop is not None and loop.saves.last
-        saves = loop is None or loop.rescuable
+        engine = self._state.engine
+        in_last_save = engine is not None and engine.saves.last
+        saves = engine is None or engine.rescuable
         if self._grace.gives_up_step(saves) and not in_last_save:
             return Fault("signal", f"the step has not finished {passed_s:.0f} s after the signal; giving it up")
         return None
@@ -240,9 +241,9 @@ class EndByFault:
             )
 
         def record() -> None:
-            loop = state.loop
+            engine = state.engine
             end_step, saved_step = (
-                (loop.position.step, loop.saves.saved.step) if loop else (state.start_step, state.start_step)
+                (engine.position.step, engine.saves.saved.step) if engine else (state.start_step, state.start_step)
             )
             silence = self._rescuer.silence if self._rescuer else ""
             unsaved = f"no time was left to save step {end_step}{advice}" if end_step > saved_step else ""
@@ -282,10 +283,10 @@ class Rescuer:
 
     def announce(self) -> None:
         """Freeze the state of the last finished step, and say what this rank can write."""
-        holdings, loop, gathered = self._freeze(), self._state.loop, None
-        if loop is not None and not self.silence:
+        holdings, engine, gathered = self._freeze(), self._state.engine, None
+        if engine is not None and not self.silence:
             with contextlib.suppress(DeviceSilent):
-                gathered = loop.gathered
+                gathered = engine.gathered
         # Also where the device is silent: the other survivors, which may hold the same state, must not wait.
         self._rescue.announce(*holdings, gathered=gathered, silence=self.silence)
 
@@ -293,13 +294,13 @@ class Rescuer:
         """Returns what this rank can write: nothing if no state is whole."""
         # A main thread that has failed will not complete its update, so waiting for that would be in vain.
         timeout_s = 0.0 if self._main_thread_failed() else FREEZE_S
-        loop = self._state.loop
-        if loop is None:
+        engine = self._state.engine
+        if engine is None:
             return []
         self.silence, held = "", {}
         for freeze in (self._freeze_live, self._freeze_copies):  # of what both hold, the copy is used
             try:
-                held.update({(one.place, one.shard): one for one in freeze(loop, timeout_s)})
+                held.update({(one.place, one.shard): one for one in freeze(engine, timeout_s)})
             except DeviceSilent as silence:
                 self.silence = str(silence)
                 say(f"WARNING: this rank cannot save its state: {silence}")
@@ -307,25 +308,25 @@ class Rescuer:
                 say(f"WARNING: this rank cannot save its state:\n{traceback.format_exc()}")
         return list(held.values())
 
-    def _freeze_live(self, loop: Loop, timeout_s: float) -> list[Holding]:
+    def _freeze_live(self, engine: Engine, timeout_s: float) -> list[Holding]:
         """The shard that this rank trains with, if it is whole."""
-        if not loop.freeze(timeout_s):
+        if not engine.freeze(timeout_s):
             return []
-        step, shard, shards = loop.position.step, loop.place.shard, loop.place.shards
-        if loop.saves.saving is not None and (loop.saves.saving.step == step or not loop.rescuable):
+        step, shard, shards = engine.position.step, engine.place.shard, engine.place.shards
+        if engine.saves.saving is not None and (engine.saves.saving.step == step or not engine.rescuable):
             with contextlib.suppress(RuntimeError):
-                loop.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
-        with loop.frozen() as frozen:
-            saved = loop.saves.saved.step == step
-            held = (loop.position.place, frozen.bytes, saved, loop.rescuable, shard, shards)
-            return [Holding(*held, advances=loop.late_update is not None and not loop.late_update.tried)]
+                engine.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
+        with engine.frozen() as frozen:
+            saved = engine.saves.saved.step == step
+            held = (engine.position.place, frozen.bytes, saved, engine.rescuable, shard, shards)
+            return [Holding(*held, advances=engine.can_advance)]
 
-    def _freeze_copies(self, loop: Loop, timeout_s: float) -> list[Holding]:
+    def _freeze_copies(self, engine: Engine, timeout_s: float) -> list[Holding]:
         """The copies in this rank's host memory."""
-        saved, shards = loop.saves.saved.step, loop.place.shards
+        saved, shards = engine.saves.saved.step, engine.place.shards
         return [
             Holding(copy.place, copy.bytes, saved == copy.place[0], shard=copy.shard, shards=shards, commits=copy.own)
-            for copy in loop.freeze_copies(timeout_s)
+            for copy in engine.freeze_copies(timeout_s)
         ]
 
     def do(self, duty: Part | Plan | Gathered) -> None:
@@ -339,10 +340,10 @@ class Rescuer:
 
     def _advance(self, gathered: Gathered) -> None:
         """Do the update of a step in which this rank's main thread is stuck."""
-        loop = self._state.loop
-        assert loop is not None
+        engine = self._state.engine
+        assert engine is not None
         try:
-            if loop.advance(gathered):
+            if engine.advance(gathered):
                 say(f"this rank was one step behind others: it has now done the update of step {gathered.step}")
         except Exception:
             say(f"WARNING: this rank cannot do the update of step {gathered.step}:\n{traceback.format_exc()}")
@@ -350,12 +351,12 @@ class Rescuer:
 
     def _write(self, part: Part) -> None:
         """Write a part of the frozen state."""
-        loop, plan = self._state.loop, self._rescue.plan
-        assert loop is not None and plan is not None
+        engine, plan = self._state.engine, self._rescue.plan
+        assert engine is not None and plan is not None
         if why := self._why_not_ours():
             return self._rescue.report_unable(why)
         try:
-            with loop.frozen(plan.place) as frozen:
+            with engine.frozen(plan.place) as frozen:
                 write = (plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part))
                 entry = Patience(INSIST_S, say).insist(lambda: frozen.write_part(*write))
         except Superseded:
@@ -380,26 +381,26 @@ class Rescuer:
 
     def _act(self, plan: Plan) -> None:
         """Commit what is written, record the end and requeue the job, for all ranks."""
-        state, loop = self._state, self._state.loop
-        if loop is not None and plan.place is None and loop.saves.saving is not None:
+        state, engine = self._state, self._state.engine
+        if engine is not None and plan.place is None and engine.saves.saving is not None:
             with contextlib.suppress(RuntimeError):
-                loop.saves.wait(COMMIT_S)  # it may be committed already: then the run is back at that step
-        end_step = saved_step = max(state.start_step, loop.saves.saved.step if loop else 0)
-        if loop is not None and plan.parts and not self._commit(plan, loop):
+                engine.saves.wait(COMMIT_S)  # it may be committed already: then the run is back at that step
+        end_step = saved_step = max(state.start_step, engine.saves.saved.step if engine else 0)
+        if engine is not None and plan.parts and not self._commit(plan, engine):
             return  # another rank may do better
         if (
-            loop is not None and plan.silences and plan.done_step < 0
+            engine is not None and plan.silences and plan.done_step < 0
         ):  # no survivor can tell how far its device has come
-            end_step = max(end_step, loop.readback.first_step)  # the steps before this one have their lines
-        if plan.place is not None and loop is not None:
-            if loop.rescuable:
+            end_step = max(end_step, engine.readback.first_step)  # the steps before this one have their lines
+        if plan.place is not None and engine is not None:
+            if engine.rescuable:
                 saved_step = plan.place[0]
             elif plan.place[0] > saved_step:
                 say(f"only all ranks together can save this run's state: step {saved_step} is the last saved")
         self._record(plan, max(plan.done_step, end_step), saved_step)
         self._rescue.report_acted(plan)
 
-    def _commit(self, plan: Plan, loop: Loop) -> bool:
+    def _commit(self, plan: Plan, engine: Engine) -> bool:
         """Commit the step that the plan saves, which is written completely."""
         state = self._state
         assert plan.place is not None
@@ -409,7 +410,7 @@ class Rescuer:
             self._rescue.report_unable(why)
             return False
         try:
-            with loop.frozen(plan.place) as frozen:
+            with engine.frozen(plan.place) as frozen:
                 frozen.commit(plan.generation, plan.written, Patience(INSIST_S, say))
         except StateChanged:  # this rank's device has continued, and it has announced the next step
             return False
@@ -458,15 +459,11 @@ class Rescuer:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
             say(f"attempt ended ({reason}) after step {end_step}, {lost}")
             print_hint(state, error or "")
-            # A supervisor restarts or requeues. Else the batch shell does once srun has ended. But where a rank is
-            # silent, srun may never end: it waits forever for a rank that ended on a node which it could not reach at
-            # that moment. After a signal torchrun does not restart anything.
             srun_ends = bool(blamed) and end_srun(state)
-            shell_lives = (state.world.by_submitit or state.world.supervised) and (srun_ends or not fault.silent)
-            by_shell = state.world.step_restarts is not None or shell_lives
-            by_torchrun = state.world.launcher_restarts and fault.reason != "signal"
-            by_nobody = shell_killed or not (by_shell or by_torchrun) or (srun_ends and shell_is_gone(blamed))
-            if wants_requeue and record["requeue"] and by_nobody:
+            actor = who_acts(state.world, fault, shell_killed, srun_ends)
+            if actor is not Actor.RANK and srun_ends and shell_is_gone(blamed):
+                actor = Actor.RANK
+            if actor is Actor.RANK and wants_requeue and record["requeue"]:
                 requeue(state, record)
 
 

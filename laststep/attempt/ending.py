@@ -19,14 +19,14 @@ from laststep.attempt.grace import Ending, ending
 from laststep.attempt.state import AttemptState
 from laststep.observe.progress import likely_cause
 from laststep.ranks.disk import Patience
-from laststep.ranks.launchers import BATCH_HOST
+from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, start_thread
 from laststep.ranks.slurm import SlurmError, requeue_job
 from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
-from laststep.records.retry import why_not_requeued
+from laststep.records.retry import recorded
 from laststep.say import counted, flush_output, say
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
@@ -54,7 +54,7 @@ def record_end(
     """
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
-    step_s, save_s = (state.loop.progress.step_s(), state.loop.saves.stalled_s) if state.loop else (None, None)
+    step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
     return end_attempt(
         state.run_dir,
         state.world,
@@ -91,7 +91,7 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:
             if not record["requeue"]:
-                why = why_not_requeued(read_ended_attempts(state.run_dir.attempts), state.config.launch)
+                why = recorded(read_ended_attempts(state.run_dir.attempts), state.config.launch).why
                 return say(f"not requeued: {why}; {by_hand}")
             requeue_job(state.world.job_id)
             say(f"requeued job {state.world.job_id}")
@@ -127,7 +127,7 @@ def shell_is_gone(blamed: Sequence[str]) -> bool:
 
 def print_hint(state: AttemptState, error: str) -> None:
     """Print the most likely cause of an error and what to try, if anything is known about it."""
-    buffer_bytes = state.loop.saves.buffer_bytes if state.loop else 0
+    buffer_bytes = state.engine.saves.buffer_bytes if state.engine else 0
     if hint := likely_cause(error, state.config, state.world, buffer_bytes):
         say(hint)
 
@@ -143,7 +143,16 @@ def run_for(timeout_s: float, work: Callable[[], None]) -> bool:
 def exit_now(status: int = 1) -> NoReturn:
     """End this process although its main thread cannot."""
     flush_output()
+    wake_supervisor()
     os._exit(status)
+
+
+def wake_supervisor() -> None:
+    """This rank's process ends, and with it its parent, the supervisor, and then srun. A supervisor that somebody has
+    stopped (SIGSTOP) would hold the job, and no other process would notice. One that runs is not disturbed."""
+    if STEP_RESTARTS in os.environ:
+        with contextlib.suppress(OSError):  # it is dead, and what has taken its place is not ours
+            os.kill(os.getppid(), signal.SIGCONT)
 
 
 def print_stacks() -> None:

@@ -16,8 +16,8 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
-from laststep.loops.engine import AttemptContext, Loop
-from laststep.loops.run import called_with_run, make_custom_loop
+from laststep.loops.engine import AttemptContext, Engine
+from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
@@ -91,17 +91,19 @@ def read_checkpoint(
     return checkpoint
 
 
-def create_loop(
+def create_engine(
     state: AttemptState,
     group: Group,
     stop: Stop,
     watchdog: Watchdog,
     phases: StartupTimer,
     closing: contextlib.ExitStack,
-) -> Loop:
-    """The loop around the configured Task or function."""
+) -> Engine:
+    """The engine of the loop around the configured Task or function."""
     compile_each_shape(say)
-    context = AttemptContext(state.config, state.run_dir, state.store, group, stop, watchdog, phases, closing)
+    context = AttemptContext(
+        state.config, state.run_dir, state.store, group, stop, watchdog, phases, closing, ProbePlan.of(os.environ)
+    )
     # Before the user's module is imported: it may read the variables, or import the functions, at its top.
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
     closing.callback(export_world(group.world, group.host, port or 0))
@@ -109,15 +111,9 @@ def create_loop(
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
-    if plan := ProbePlan.of(os.environ):
-        from laststep.loops.probe import make_probed_loop
-
-        state.loop = make_probed_loop(
-            task if isinstance(task, type) else called_with_run(task, state.config), context, plan
-        )
-        return state.loop
-    state.loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
-    return state.loop
+    loop = TaskLoop(task, context) if isinstance(task, type) else make_custom_loop(task, context)
+    state.engine = loop.engine
+    return loop.engine
 
 
 def check_origin(task: str, module: str, run: RunDir) -> None:

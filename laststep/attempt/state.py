@@ -17,7 +17,7 @@ from laststep.ranks.world import World
 from laststep.rundir import RunDir
 
 if TYPE_CHECKING:
-    from laststep.loops.engine import Loop
+    from laststep.loops.engine import Engine
     from laststep.ranks.group import Group
     from laststep.ranks.stop import Stop
 
@@ -33,7 +33,7 @@ class AttemptState:
         self.start_step = 0  # of the checkpoint that this attempt resumes from
         self.group: Group | None = None
         self.stop: Stop | None = None
-        self.loop: Loop | None = None
+        self.engine: Engine | None = None
         self._launched = world
 
     @property

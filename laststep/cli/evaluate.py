@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     # As in the run's ranks: its own code, and its own folder for relative paths.
     sys.path[:0] = map(str, search)
     os.chdir(run_folders.working_folder(folder))
-    metrics = evaluate(config, folder, weights)
+    metrics = evaluate(config, folder, weights, [word.partition("=")[0] for word in args.overrides])
     found = {
         "run": folder.name,
         "step": weights.manifest.step,

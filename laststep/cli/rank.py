@@ -21,6 +21,7 @@ from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
+from laststep.config.reads import given_by
 from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.process import Signals, die_with_parent
@@ -91,11 +92,12 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
         # All ranks, and the same job after a requeue, arrive at this name.
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
         config = dataclasses.replace(config, launch=named)
-    config = submission.ready(config, Machine(Way.RANK, new=False, words=overrides, source=source), stem)
+    machine = Machine(Way.RANK, new=False, words=overrides, source=source)
+    config = submission.ready(config, machine, stem)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not run.config.exists()
     if new and world.rank == 0:
-        run_folders.create(config)
+        run_folders.create(config, given_by(machine))
     elif not new:
         started = _load_started(run, world)
         config = run_config.with_former_defaults(config, started, overrides)

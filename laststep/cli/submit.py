@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.checkpoint.store import CheckpointStore
     from laststep.config.config import Config, find_config
     from laststep.config.machine import Machine, Way
+    from laststep.config.reads import given_by
     from laststep.runs import run_folders
     from laststep.submission import submission
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config = submission.ready(config, machine, stem)
     if way is Way.DRY_RUN:
         return submission.show(config)
-    with run_folders.created(config) as folder:
+    with run_folders.created(config, given_by(machine)) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
         status = submission.start(config, folder, way)
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
     from laststep.config.config import Config, find_config
     from laststep.config.machine import Machine, Way
+    from laststep.config.reads import given_by
     from laststep.config.schema import Launch
     from laststep.runs import run_folders
     from laststep.submission import submission, sweep
@@ -50,13 +51,14 @@ def run(args: argparse.Namespace) -> int:
     changes = sweep.combinations(varied)
     machine = Machine(Way.SLURM, sweep=True, words=overrides, source=args.config)
     config = submission.ready(config, machine, stem=find_config(args.config).stem)
-    job_id, submitted, total = sweep.submit_missing(config, changes, args.parallel)
-    print(f"sweep  {config.launch.name}: {counted(total, 'run')}")
-    if job_id is None:
+    submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
+    print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")
+    if submitted.job_id is None:
         print("       all of them have finished or are in the queue")
         return 0
     limit = f", {args.parallel} at a time" if args.parallel else ""
-    print(f"job    {job_id}: {counted(len(submitted), 'run')}{limit}, {submitted[0]} to {submitted[-1]}")
+    runs = submitted.runs
+    print(f"job    {submitted.job_id}: {counted(len(runs), 'run')}{limit}, {runs[0]} to {runs[-1]}")
     elsewhere = "" if config.launch.root == os.path.abspath(Launch().root) else f" launch.root={config.launch.root}"
     print(f"next   {command(f'status --sweep {config.launch.name}{elsewhere}')}", flush=True)
     return 0

@@ -10,30 +10,23 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from laststep.config.checks import check_batch, check_copies_of_task, check_no_sharding
-from laststep.config.config import PACKAGED, Config, find_config, missing_keys
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.keys import fields_of
 from laststep.config.machine import Machine
+from laststep.config.reads import FOR_A_FUNCTION, FOR_A_TASK, covers, given_by, refusal
 from laststep.config.schema import READY_MADE
 from laststep.frameworks import PACKAGES, missing
 from laststep.optim.names import check_optimizer
 from laststep.records import former_names
-from laststep.runs.run_config import LATER_KEYS
 
 MOST_CANDIDATES = 5
 Definition = ast.ClassDef | ast.FunctionDef
 HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it is a Task
-# What Laststep itself reads for a custom loop.
-SECTIONS = ("checkpoint.", "launch.")
-KEYS = (
-    *("seed", "device", "task"),
-    *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal"),
-)
 
 
 def check(config: Config, machine: Machine) -> None:
@@ -48,7 +41,7 @@ def check(config: Config, machine: Machine) -> None:
             check_batch(train.batch_size, config.launch.world_sizes, train.accumulate, train.shares)
             if not _may_make_optimizer(node):
                 check_optimizer(config.optim)
-    check_keys(config, machine.words, machine.source, search)
+    check_keys(config, given_by(machine), search)
 
 
 def check_task(path: str, search: Sequence[Path] = ()) -> None:
@@ -223,15 +216,14 @@ def _takes_run(function: ast.FunctionDef) -> bool:
     return (takes_any and not needs_more) or bool(function.decorator_list)
 
 
-def check_keys(config: Config, words: Iterable[str], source: str | None = None, search: Sequence[Path] = ()) -> None:
-    """Raise ConfigError for a key that the user has set and the custom loop ignores: in a `key=value` word, or in
-    `source`, a YAML file, unless it ships with Laststep. Likewise for args that its dataclass lacks or needs."""
-    keys = [word.partition("=")[0] for word in words]
-    if source is not None:
-        keys += _own_keys(source) + [f"args.{name}" for name in config.args]
+def check_keys(config: Config, keys: Sequence[str], search: Sequence[Path] = ()) -> None:
+    """Raise ConfigError for one of these keys, which the user has set, that the custom loop ignores, or that a Task has
+    not declared. Likewise for args that its dataclass lacks or needs."""
     tree, function = definition(config.task, search or [Path.cwd()])
     if isinstance(function, ast.ClassDef) or "." not in config.task:
         check_copies_of_task(config)
+    if tree is not None and isinstance(function, ast.ClassDef):
+        _check_declared(config, keys, tree, function)
     if tree is None or not isinstance(function, ast.FunctionDef):
         return
     check_no_sharding(config)
@@ -242,7 +234,7 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
             "`for batch in run.shares(batch):` around its forward and backward pass, or remove this key"
         )
     for key in keys:
-        if key.startswith(SECTIONS) or key in KEYS or reads.may_read(key):
+        if (key != "train.shares" and covers(FOR_A_FUNCTION, key)) or reads.may_read(key):
             continue
         if key == "train.precision" and config.train.precision not in ("bf16", "fp16"):
             continue  # how the GPU multiplies, which is the same for every loop
@@ -258,15 +250,46 @@ def check_keys(config: Config, words: Iterable[str], source: str | None = None, 
         raise ConfigError(f"args.{missing[0]}: not set, and the dataclass of args has no default for it")
 
 
-def _own_keys(source: str) -> list[str]:
-    """The keys that the user's YAML file sets, but for args; none for the config.yaml of a run, which has every key."""
-    path = find_config(source)
-    if path.resolve().is_relative_to(PACKAGED.resolve()):
-        return []
-    missing = missing_keys(path.read_text())
-    if set(missing) <= set(LATER_KEYS):
-        return []
-    return [key for key, _, _ in fields_of(Config) if key not in missing and key != "args"]
+# The sections of which a Task declares what it reads. Of `optim`, the methods of Task itself read what they need.
+DECLARED = ("model.", "data.")
+
+
+def _check_declared(config: Config, keys: Sequence[str], tree: ast.Module, task: ast.ClassDef) -> None:
+    """Raise ConfigError for a key that a Task has not declared, if it declares what it reads: in `reads`, a tuple of
+    keys and sections, and in `settings`, the dataclass of its args."""
+    declared = {
+        node.targets[0].id: node.value
+        for node in task.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    if (reads := declared.get("reads")) is not None:
+        try:
+            names = [str(name) for name in ast.literal_eval(reads)]
+        except (ValueError, TypeError):
+            return  # made by code: the rank finds out
+        sections = [name if "." in name else f"{name}." for name in names]
+        for key in keys:
+            if key.startswith(DECLARED) and not covers((*FOR_A_TASK, *sections), key):
+                raise refusal(key, config.task, names)
+    settings = declared.get("settings")
+    fields = _fields_of(tree, settings.id) if isinstance(settings, ast.Name) else None
+    if fields is None:
+        return
+    for key in keys:
+        if key.startswith("args.") and key.split(".")[1] not in fields:
+            raise refusal(key, config.task, [f"args.{name}" for name in fields])
+    for name, has_default in fields.items():
+        if not has_default and name not in config.args and f"args.{name}" not in keys:
+            raise ConfigError(f"args.{name}: not set, and the dataclass of args has no default for it")
+
+
+def _fields_of(tree: ast.Module, name: str) -> dict[str, bool] | None:
+    """The fields of a dataclass in this module, and whether each has a default; None if it cannot be looked at."""
+    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if found is None or found.bases:
+        return None
+    fields = (field for field in found.body if isinstance(field, ast.AnnAssign))
+    return {field.target.id: field.value is not None for field in fields if isinstance(field.target, ast.Name)}
 
 
 class _Reads(ast.NodeVisitor):
@@ -350,13 +373,9 @@ class _Reads(ast.NodeVisitor):
 
     def _read_fields(self, tree: ast.Module, annotation: ast.expr) -> None:
         """Take the settings from the dataclass that is the type of args; all may be read if it cannot be looked at."""
-        name = ast.unparse(annotation).strip("'\"")
-        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None or found.bases:
+        fields = _fields_of(tree, ast.unparse(annotation).strip("'\""))
+        if fields is None:
             self.keys.add("args")
             return
-        for field in found.body:
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                self.keys.add(f"args.{field.target.id}")
-                if field.value is None:
-                    self.needed.append(field.target.id)
+        self.keys |= {f"args.{name}" for name in fields}
+        self.needed += [name for name, has_default in fields.items() if not has_default]

@@ -126,6 +126,11 @@ def _folders(of_site: bool) -> list[Path]:
     return [folder / "site" if of_site else folder for folder in (Path.cwd() / "configs", PACKAGED)]
 
 
+def keys_in(text: str) -> dict[str, Any]:
+    """The value for each dotted key that a YAML text sets. Raises ConfigError."""
+    return _parse_yaml(text)
+
+
 def missing_keys(text: str) -> list[str]:
     """The keys that a YAML text does not set, in the schema's order. Raises ConfigError when it cannot be read."""
     content, _ = _load_yaml(text)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
+from laststep.config.config import PACKAGED, find_config, keys_in, missing_keys
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import leaves
+from laststep.config.machine import Machine
 from laststep.config.schema import Settings
 
 S = TypeVar("S")
@@ -38,16 +41,8 @@ class Reads:
     def watch(self, config: S) -> S:
         """A view of a configuration: an object of the same class with the same values, for which each read is noted.
         A copy of it is a plain configuration."""
-        return self.watch_section(config, "")
-
-    def watch_section(self, section: S, prefix: str) -> S:
-        """`watch`, for a dataclass whose fields are the keys that begin with `prefix`, such as "args."."""
-        view: S = _view(section, prefix, self.keys)
-        return view
-
-    def watch_mapping(self, values: dict[str, Any], key: str) -> dict[str, Any]:
-        """`watch`, for the value of a key that is a mapping, such as model.args."""
-        return _Mapping.of(values, key, self.keys)
+        watched: S = view(config, "", self.keys)
+        return watched
 
     def has(self, key: str) -> bool:
         """Whether this key has been read, or something in it, or all of the mapping that it is in."""
@@ -75,27 +70,85 @@ def refusal(key: str, task: str, read: Collection[str]) -> ConfigError:
     return ConfigError(f"{what}; of {section} it reads {', '.join(names[:8])}: {nearest(name, names)}")
 
 
-def changed_keys(config: Any) -> list[str]:
-    """The keys whose values differ from the schema's defaults; each key of a mapping, such as args, by itself."""
-    defaults = dict(leaves(dataclasses.asdict(Settings())))
-    values = leaves(dataclasses.asdict(config))
-    return [key for key, value in values if key not in defaults or value != defaults[key]]
+def given_keys(words: Iterable[str], text: str | None = None) -> list[str]:
+    """The keys that a user has set: in `key=value` words, and in the `text` of a YAML file of the user's to a value
+    other than the default. None for the file of a run, which has all keys."""
+    given = [word.partition("=")[0] for word in words]
+    if text is None or len(missing_keys(text)) < len(_DEFAULTS) / 2:
+        return given
+    return given + [key for key, value in keys_in(text).items() if _DEFAULTS.get(key) != value]
+
+
+def given_by(machine: Machine) -> list[str]:
+    """`given_keys` of a start: of the words that were typed, and of a YAML file that does not ship with Laststep."""
+    path = None if machine.source is None else find_config(machine.source)
+    own = path is not None and not path.resolve().is_relative_to(PACKAGED.resolve())
+    return given_keys(machine.words, path.read_text() if path is not None and own else None)
+
+
+_DEFAULTS = dict(leaves(dataclasses.asdict(Settings())))
+
+
+class GivenKeys:
+    """The keys that the user has set for a run, and whether its task reads them."""
+
+    def __init__(self, task: str, given: Iterable[str], by_laststep: Collection[str]) -> None:
+        self.reads = Reads()
+        self._task, self._given, self._by_laststep = task, dict.fromkeys(given), by_laststep
+
+    def check(self) -> None:
+        """Once a task has built its data and its model, and has done a step on trial: raise ConfigError for a key that
+        it has not read. A setting of its own (args) may be read later, unless its name is that of another, misspelt."""
+        for key in self._unread():
+            asked = {read for read in self.reads.keys if read.startswith("args.")} - self._given.keys()
+            if not key.startswith("args.") or difflib.get_close_matches(key, asked, n=1, cutoff=0.8):
+                raise refusal(key, self._task, self.reads.keys)
+
+    def late(self) -> list[str]:
+        """A line for each key that has not been read after the first validation either."""
+        return [
+            f"WARNING: {key}: task={self._task} has not read it in the first epoch: does it change anything?"
+            for key in self._unread()
+        ]
+
+    def _unread(self) -> list[str]:
+        return self.reads.unread(self._given, self._by_laststep)
 
 
 def _wrapped(value: Any, key: str, seen: set[str]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _view(value, f"{key}.", seen)
+        return view(value, f"{key}.", seen)
     return _Mapping.of(value, key, seen) if type(value) is dict else value
 
 
-def _view(plain: Any, prefix: str, seen: set[str]) -> Any:
-    """A view of a dataclass's instance."""
+def view(plain: Any, prefix: str, seen: set[str]) -> Any:
+    """A view of a dataclass's instance, whose fields are the keys that begin with `prefix`: each that is read is added
+    to `seen`."""
     kind: Any = type(plain)
-    view: Any = object.__new__(_view_class(kind))
+    made: Any = object.__new__(_view_class(kind))
     inner = {field.name: _wrapped(getattr(plain, field.name), prefix + field.name, seen) for field in _fields(plain)}
     notes = {name: prefix + name for name, value in inner.items() if value is getattr(plain, name)}
-    object.__setattr__(view, "_view", (plain, inner, notes, seen))
-    return view
+    object.__setattr__(made, "_view", (plain, inner, notes, seen))
+    return made
+
+
+def plain(config: S) -> S:
+    """The configuration behind a view; any other as it is."""
+    found: S = _behind(config)[0] or config
+    return found
+
+
+def seen_by(config: Any) -> set[str] | None:
+    """Where a view notes what is read; None for a plain configuration."""
+    return _behind(config)[1]
+
+
+def _behind(config: Any) -> tuple[Any, set[str] | None]:
+    try:
+        behind, _, _, seen = object.__getattribute__(config, "_view")
+    except AttributeError:
+        return None, None
+    return behind, seen
 
 
 def _fields(instance: Any) -> list[dataclasses.Field[Any]]:
@@ -130,6 +183,9 @@ def _view_class(kind: type) -> type:
 
     View.__name__, View.__qualname__, View.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return View
+
+
+_OWN_ARGS = ", or self.args.NAME, run.args.NAME for settings of your own"
 
 
 class _Mapping(dict[str, Any]):
@@ -202,6 +258,9 @@ class _Mapping(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         """A plain dictionary."""
         return dict(self.items())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._key}.{name}: {self._key} is a dict: write {self._key}[{name!r}]{_OWN_ARGS}")
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other

@@ -139,6 +139,9 @@ class Train:
         "their inputs to 10 bits of mantissa, several times as fast. bf16, fp16: autocast",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
+    sanity: bool = setting(
+        True, "before the first step of each attempt, run one validation batch, so that an error there comes at once"
+    )
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,

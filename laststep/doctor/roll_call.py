@@ -49,7 +49,7 @@ class RollCall:
         run = RunDir(self.folder)
         try:
             code_copy.copy_code(run, config)  # as for every run, which tests that the nodes can see and import it
-            executor = sbatch.job_executor(config, run, [], [], {"no-requeue": True})
+            executor = sbatch.job_executor(config, run, options={"no-requeue": True})
             executor.update_parameters(job_name="doctor")
             (self._job,) = sbatch.submit_jobs(executor, [Hello(config, self.folder)])
         except ConfigError:

@@ -229,7 +229,7 @@ def _warn_of_own_state(run: Run, trainer: Any, module: Any) -> None:
     """Say what keeps a state that only a checkpoint of Lightning's own would hold."""
     for each, plain in [(module, pytorch.LightningModule), *((callback, Callback) for callback in trainer.callbacks)]:
         if type(each).on_save_checkpoint is not plain.on_save_checkpoint:
-            loop_of(run).progress.say(
+            loop_of(run).engine.progress.say(
                 f"WARNING: {type(each).__name__}.on_save_checkpoint() is not called; keep that state in buffers, or in "
                 "a callback's state_dict()"
             )

@@ -57,7 +57,7 @@ class FrameworkSteps:
     @property
     def last_of_epoch(self) -> bool:
         """Whether the epoch has no batch after the one given last."""
-        return self._loop.position.batches + 1 >= self._count
+        return self._loop.engine.position.batches + 1 >= self._count
 
     def end_step(self) -> None:
         """The open step is done: all that it changes has changed. A collective."""

@@ -67,7 +67,7 @@ def train(run: Run, trainer: Any) -> Any:
     compat.load_no_transformers_checkpoint(trainer)
     trainer.add_callback(_Follower(run, trainer, steps))
     args.save_strategy, args.ignore_data_skip = "no", True
-    position = loop_of(run).position
+    position = loop_of(run).engine.position
     if not position.step:
         return trainer.train()
     with tempfile.TemporaryDirectory() as folder:

@@ -33,12 +33,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from laststep.attempt.grace import EARLY_S, comes_back, judge
+from laststep.attempt.grace import comes_back, judge
 from laststep.attempt.predecessor import Predecessor, finish_of
+from laststep.attempt.restart import Follows, Verdict, what_follows
 from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
@@ -51,7 +52,6 @@ from laststep.ranks.process import SIGNALLED, STOP_SIGNALS
 from laststep.ranks.slurm import (
     EXPEDITE,
     REPLACED,
-    UNENDED,
     Job,
     SlurmError,
     forbid_requeue,
@@ -60,7 +60,6 @@ from laststep.ranks.slurm import (
     note_unrecorded,
     requeue_job,
     show_job,
-    unix_time,
 )
 from laststep.ranks.slurm import command as slurm_command
 from laststep.ranks.world import World
@@ -75,7 +74,7 @@ from laststep.records.attempts import (
     record_abandoned_attempts,
     recorded_step,
 )
-from laststep.records.retry import FAILURES, Next, decide, why_not_requeued
+from laststep.records.retry import FAILURES, Decision, Next, decide, recorded
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.say import command, counted, say
@@ -151,19 +150,19 @@ def _after_ranks(
         follows = _continue(run, world, launch, situation, kept_step)
         if rank_0_lives:  # it records the end itself
             return False
-        continued_job = None if follows is Next.END else world.job_id
+        continued_job = None if follows is Follows.END else world.job_id
         try:
             Patience(COUNT_S, say).insist(lambda: record_abandoned_attempts(run, kept_step, continued_job, killed))
         except OSError as error:  # what follows is decided; the next attempt records it, if there is one
             say(f"WARNING: how the attempt ended is not recorded: {error}")
-    if follows is Next.REQUEUE:
+    if follows in (Follows.REQUEUE, Follows.SLURM_REQUEUES):
         nodes.keep_from_bad_nodes(run, world, launch)
-    if follows is Next.END:  # else the next attempt reads the checkpoints, and corrects the record
+    if follows is Follows.END:  # else the next attempt reads the checkpoints, and corrects the record
         _end_for_good(world, launch)
         decided()  # to read them may take longer than this program may
         with suppress(OSError):  # the next attempt corrects it
             correct_lost_attempt(run, lambda: _newest_intact_step(run))
-    return follows is Next.RESTART
+    return follows is Follows.NEW_STEP
 
 
 def _is_anothers(holder: str | None, world: World) -> bool:
@@ -196,7 +195,7 @@ def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> s
     with suppress(OSError):
         ended = read_ended_attempts(run.attempts)
         of_start = [record for record in ended if belongs_to(record, world)]
-        if of_start and not _should_continue(ended, of_start[-1], launch):
+        if of_start and recorded(ended, launch).what is Next.END:
             return f"the attempt ended ({of_start[-1]['reason']})"
     with suppress(OSError), disk.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
         if _is_anothers(holder, world):
@@ -240,47 +239,56 @@ class _Situation(NamedTuple):
     counts: Sequence[int]  # the numbers of nodes that can train, ascending
 
 
-def _continue(run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]) -> Next:
+def _continue(
+    run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]
+) -> Follows:
     """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
     ended, end, rank_0_lives, can_restart, failed_start, counts = situation
-    if end is not None and not _should_continue(ended, end, launch):
+    policy = Decision(Next.REQUEUE) if end is None else recorded(ended, launch)
+    if end is not None and policy.what is Next.END:
         if end["reason"] in FAILURES:
-            _say_not_requeued(run, end, why_not_requeued(ended, launch))
+            _say_not_requeued(run, end, policy.why)
         elif end["reason"] == "cancelled" and _is_submitted(run, world):
             _end_as_cancelled(world)
-        return Next.END
+        return Follows.END
     job = _ask_slurm(world)
     if job is None:
         say(f"not requeued: {_no_answer(run)}")
-        return Next.END
-    cause = judge(signal.SIGTERM, job, world.restart, 0, 0)
-    if not cause.requeue:
-        returns = comes_back(job, world.restart)
-        if end is None and not rank_0_lives and not returns:
-            _record_without_ranks(run, world, launch, cause.reason, cause.error, kept_step())
-        return Next.REQUEUE if returns else Next.END
-    if end is None and not rank_0_lives:
-        # Unless Slurm ended it, it counts as a failure: else a job that cannot start would be requeued without end.
-        lost = nodes.lost_nodes(_newest_log(run, world))
-        end = _record_without_ranks(run, world, launch, cause.reason, failed_start, kept_step(), lost)
+        return Follows.END
+    if end is None and not rank_0_lives and not comes_back(job, world.restart):
+        cause, lost = judge(signal.SIGTERM, job, world.restart, 0, 0), list[str]()
+        error = cause.error
+        if cause.requeue:
+            # Slurm has not ended it, so it counts as a failure: else a job that cannot start would be requeued forever.
+            error, lost = failed_start, nodes.lost_nodes(_newest_log(run, world))
+            can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
+        end = _record_without_ranks(run, world, launch, cause.reason, error, kept_step(), lost)
         ended = [*ended, end]
-        if not end["requeue"]:
-            _say_not_requeued(run, end, why_not_requeued(ended, launch))
-            return Next.END
-        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
-    if end and can_restart and cause.reason == "failed" and decide(ended, launch).what is Next.RESTART:
-        obstacle = _why_too_late(job, launch) or nodes.write_choice(run, world, launch, counts, job, ended)
-        if not obstacle:
-            say(f"restarting the ranks in job {world.job_id}: the attempt ended ({end['reason']}), the run continues")
-            return Next.RESTART
-        say(f"no restart in this allocation: {obstacle}")
-    say(f"requeueing job {world.job_id}: the attempt ended ({end['reason'] if end else 'srun'}), the run continues")
-    try:
-        _requeue(world)
-    except SlurmError as error:
-        say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
-        return Next.END
-    return Next.REQUEUE
+        policy = recorded(ended, launch)
+    starts: Literal[Follows.NEW_STEP] | None = Follows.NEW_STEP if can_restart and end else None
+    follows, why = what_follows(
+        policy,
+        job,
+        world.restart,
+        launch,
+        asker_starts=starts,
+        obstacle=lambda: nodes.write_choice(run, world, launch, counts, job, ended),
+    )
+    reason = end["reason"] if end else "srun"
+    if follows is Follows.END and why and end is not None:
+        _say_not_requeued(run, end, why)
+    elif follows is Follows.NEW_STEP:
+        say(f"restarting the ranks in job {world.job_id}: the attempt ended ({reason}), the run continues")
+    elif follows is Follows.REQUEUE:
+        if why:
+            say(f"no restart in this allocation: {why}")
+        say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
+        try:
+            _requeue(world)
+        except SlurmError as error:
+            say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
+            return Follows.END
+    return follows
 
 
 def _no_answer(run: RunDir) -> str:
@@ -305,35 +313,27 @@ def _requeue(world: World) -> None:
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
     """Whether the ranks start again in their step, without the batch shell: their supervisors ask this once all ranks
-    have ended and the end is recorded, which blames no node that the job could leave. Changes nothing."""
-    ended, local = read_ended_attempts(run.attempts), not world.on_slurm
+    are gone. Under `--local` their command has no allocation to ask about."""
+    local = not world.on_slurm
+    ended = read_ended_attempts(run.attempts)
     if not ended or not belongs_to(ended[-1], world) or decide(ended, launch, local=local).what is not Next.RESTART:
         return False
     if local:
         say("restarting the ranks after a fault; press Ctrl-C to stop")
         return True
     job = show_job(world.job_id)
-    if job is None or judge(signal.SIGTERM, job, world.restart, 0, 0).reason != "failed":
+    hosts = ",".join(dict.fromkeys(world.hosts))
+    if job is None or what_follows(
+        Decision(Next.RESTART),
+        job,
+        world.restart,
+        launch,
+        asker_starts=Follows.RESTART_IN_STEP,
+        obstacle=lambda: ", ".join(nodes.unfit_nodes(node_states(hosts)).values()),  # the batch shell says why
+    ) != Verdict(Follows.RESTART_IN_STEP):
         return False
-    if _why_too_late(job, launch) or nodes.unfit_nodes(node_states(",".join(dict.fromkeys(world.hosts)))):
-        return False  # the batch shell says why
     say(f"restarting the ranks in job {world.job_id}: the attempt ended ({ended[-1]['reason']}), the run continues")
     return True
-
-
-def _why_too_late(job: Job, launch: Launch) -> str:
-    """Why nothing can start in the job's allocation any more; empty if it can."""
-    if job.get("JobState") not in UNENDED:
-        return f"the job is {job.get('JobState')}"
-    left_s = unix_time(job.get("EndTime", "")) - time.time()
-    if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
-        return "its time limit is near"
-    return ""
-
-
-def _should_continue(ended: Sequence[EndedAttempt], end: EndedAttempt, launch: Launch) -> bool:
-    """What was decided when the attempt ended. For a lost attempt there was no rank left to decide."""
-    return end["requeue"] or (end["reason"] == "lost" and decide(ended, launch).what is not Next.END)
 
 
 def _ask_slurm(world: World) -> Job | None:

@@ -26,6 +26,7 @@ SIGTERM or SIGINT a supervisor does not start its rank again: Slurm, or srun, is
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import resource
@@ -44,6 +45,7 @@ from typing import NoReturn, TypeVar
 from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
+from laststep.attempt.ending import wake_supervisor
 from laststep.attempt.grace import SHELL_KILLED, ending
 from laststep.attempt.predecessor import finish_of
 from laststep.attempt.rescue import (
@@ -65,6 +67,7 @@ from laststep.ranks.process import STOP_SIGNALS, die_with_parent, next_signal
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
+from laststep.records.retry import FAILURES
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_config
 from laststep.runs.unanswered import complete_in_job
@@ -212,14 +215,18 @@ class Supervisor:
 
     def _is_left_behind(self, state: str) -> bool:
         """Whether the rank is stopped while the others end the attempt by fault, or still stuck in the kernel once they
-        have: it would hold them up."""
+        have: it would hold them up. After an orderly end it is left alone."""
         if state in "Tt":
             return self._has_begun()
         self._stuck_s = self._stuck_s + LOOK_S if state == "D" else 0.0
         if self._stuck_s < STUCK_S:
             return False
         look_anew(self._run.path)
-        return find_record(self._run, self._world) is not None
+        record = find_record(self._run, self._world)
+        if record is None or record["reason"] == "finished":
+            return False
+        # A rank that was stopped by a signal may wait for a slow disk, and has saved its steps: only a fault ends it.
+        return record["reason"] in FAILURES or self._has_begun()
 
     def _agree(self, status: int) -> bool:
         """Whether all ranks start again, now that this one has failed."""
@@ -359,6 +366,7 @@ def _write(path: Path, text: str) -> None:
 def _begin_rank() -> None:
     """Make this process, which was just forked, a rank."""
     die_with_parent(signal.SIGKILL)
+    atexit.register(wake_supervisor)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the others until Signals.catch
 

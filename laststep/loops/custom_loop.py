@@ -1,4 +1,9 @@
-"""The loop around a user's training function: it hands out batches, and leaves the function when the ranks stop."""
+"""The loop around a user's training function: it hands out batches, and leaves the function when the ranks stop.
+
+`Phase`, `Event` and `NEXT` are the order of events. `CustomLoop` follows the function through it: first what the
+function calls through `Run`, then what the engine calls, then what happens in between. `CustomState` is what a
+checkpoint would hold at each moment; `UserLoaders` and `SideBatches` are where the batches come from.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +34,15 @@ from laststep.config.ranking import Ranking
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
-from laststep.loops.engine import AttemptContext, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.gradients import rehearse
-from laststep.loops.loop_rules import Modes, TurnChecks
+from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
-from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, hold_shard
+from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks
 from laststep.loops.shares import CustomShares
-from laststep.loops.snapshot import HeldState
+from laststep.loops.snapshot import HostSnapshot
 from laststep.ranks.group import Group
+from laststep.ranks.world import ShardPlace
 from laststep.say import counted
 
 
@@ -92,8 +98,13 @@ class Framework:
     load: Callable[[Path], object]
 
 
-class CustomSteps(Loop):
-    """Follows a function through its steps, so that its state can be saved and rescued.
+class LeaveFunction(BaseException):
+    """The ranks agreed to stop, and everything is saved. Not an Exception, so that the function does not catch it."""
+
+
+class CustomLoop(Loop):
+    """Calls a function that has its own training loop, and follows it through its steps, so that its state can be saved
+    and rescued. The public methods in the first part are what the function calls, through Run.
 
     A run can resume at two kinds of places: between two steps, and at the end of an epoch's steps. The state at such an
     end is held until what follows the steps, for example a validation, is done. If an attempt ends before that, the
@@ -103,67 +114,277 @@ class CustomSteps(Loop):
     buffers, and those are snapshotted.
     """
 
-    def __init__(self, context: AttemptContext) -> None:
-        super().__init__(context)
+    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
+        self.config, self.group = context.config, context.group
+        self.engine = Engine(context, self)
+        self.function, self.run_dir = function, context.run
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
-        self._held = CustomState(self.group, self._logged.row, self.ring.update, self.watch.advance)
+        self._held = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
         self.shares = CustomShares(self.config, self.group, self._logged)
         self._samples = 0  # of the open step, over all ranks
-        self._checks: TurnChecks  # from run.restore(...) on
+        self._checks: StepChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
-        self._modes = Modes(self.progress.say)
+        self._modes = Modes(self.engine.progress.say)
+        self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
+        self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
+        self.group.connect_alone()
+
+    # What the function calls
+
+    def register(
+        self,
+        objects: Mapping[str, Any],
+        averages_gradients: bool = False,
+        framework: Framework | None = None,
+        rehearses: bool = True,
+    ) -> None:
+        """Hold the state of these objects from now on, and load what the checkpoint has of them; `framework` saves and
+        loads the rest of the state. `averages_gradients`: the function does so itself, without DistributedDataParallel.
+        `rehearses`: the first forward pass, see `rehearsal`."""
+        if self.phase is not Phase.SETUP:
+            raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
+        self.engine.startup.done("data and model")
+        self.engine.watch.enter("restoring")
+        registered = self._held.register(objects, opaque=framework is not None)
+        self._hold_shard(registered.place)
+        self._too_early.remove()
+        self._move(Event.RESTORE)
+        if problem := self.shares.register(registered, averages_gradients or framework is not None):
+            raise self._misuse(problem)
+        rehearses &= self.config.train.rehearsal and self.shares.total is None
+        if rehearses and self.engine.size > 2:  # a sum of two is the same in either order
+            for module, ddp in registered.parallel:
+                rehearse(module, ddp, self.group.device)
+        for optimizer in registered.optimizers:
+            optimizer.register_step_pre_hook(self._before_optimizer)
+        self._checks = StepChecks(registered)
+        self._held.restore()
+        if framework is not None:
+            self._restore_framework(framework)
+        self.engine.finish_restore()
+        if self.engine.probe is not None:
+            self.engine.probe.watch_registered(objects.values(), (*registered.modules, *registered.optimizers))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`, from 0; the first may be half done."""
+        self._epochs = count
+        for epoch in range(self.engine.position.epoch, count):
+            self._function_epoch = epoch
+            self._seed("epoch", epoch)
+            yield epoch
+            self._logged.end_epoch()
+
+    def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
+        """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
+        position = self.engine.position
+        count = self._begin_steps(loader, count)
+        if not position.over:
+            batches = loader.batches(position.step, count - position.batches)
+            try:
+                for number in range(position.batches + 1, count + 1):
+                    if self.engine.saves.due:
+                        self.engine.save()
+                    if not self.engine.stop.begin_tick():
+                        self._leave()
+                    self._checks.begin(position.step)
+                    batch = self.shares.begin_step(position.step, loader, batches)
+                    self._samples = loader.samples(position.step)
+                    self._move(Event.BATCH)
+                    torch.clear_autocast_cache()  # autocast around the whole loop would go on with old weights
+                    if self.engine.probe is not None:
+                        self.engine.probe.begin_custom_step(position, batch)
+                    yield batch
+                    self.end_step(ends_epoch=number == count)
+            except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
+                if self.phase is Phase.UPDATING:
+                    self._held.break_off()
+                raise
+            finally:
+                if self.phase in IN_BODY:
+                    self._move(Event.BROKEN_OFF)
+        self.end_steps()
+
+    def end_step(self, ends_epoch: bool = False) -> None:
+        """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
+        for the next batch: between the two it may wait for the other ranks."""
+        if self.phase in IN_BODY:
+            self._checks.end(self.engine.position.step)
+            self._end_step(ends_epoch)
+
+    def end_steps(self) -> None:
+        """The steps of this epoch are over, if it has begun any."""
+        if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
+            return
+        if broken_off := self.phase in STEP_OPEN:
+            self._end_step(ends_epoch=True)
+        self._held.end_steps()
+        self.engine.position.over = True
+        self._move(Event.STEPS_END)
+        # After a break the function may have done more than its steps already, and only registered state is held.
+        if self.engine.saves.due and (self.engine.rescuable or not broken_off):
+            self.engine.save()
+        self._seed("after", self.engine.position.epoch)  # after the save, in which a framework may draw random numbers
+
+    def share_batches(self, batch: Any) -> Iterator[Any]:
+        """This rank's shares of the batch of the open step, or that batch itself."""
+        shares = self.shares.of(batch)
+        probe = self.engine.probe if self.shares.total else None
+        return shares if probe is None else probe.noting(shares)
+
+    def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
+        """The batches of a second loader, `per_step` for each step."""
+        if problem := loop_rules.of_batches(loader, per_step, self.shares.total):
+            raise self._misuse(problem)
+        unit = lambda: self.shares.unit(self.engine.position.step) if self.phase in IN_BODY else None  # noqa: E731
+        return SideBatches(self.loaders.another(loader, self.config.seed), per_step, unit, self.shares.here)
+
+    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a loader. The ranks can stop before each of them."""
+        if self.phase in IN_BODY:
+            self._logged.begin_validation(self.engine.position.step + (self.phase is Phase.UPDATING))
+        else:
+            self.end_steps()
+        self.loaders.prepare(loader)
+        batches = iter(loader)
+        try:
+            for number, batch in enumerate(batches):
+                # Within a step, or when the state has changed since the epoch's steps, a run could not resume from
+                # here. Then the ranks stop at the next place where it can.
+                if not self.engine.stop.begin_tick() and self._can_leave_validation():
+                    self._leave()
+                self._seed("validate", self.engine.position.step, number)
+                if self.engine.probe is not None and self.phase not in (Phase.SETUP, Phase.READY):
+                    self.engine.probe.begin_validation_batch(self.engine.position.step)  # one that follows a step
+                yield batch
+        finally:
+            if not getattr(loader, "persistent_workers", False):
+                end_workers(batches)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log values for the line of the open step, or else of the epoch."""
+        log = self._logged.log_step if self.phase in STEP_OPEN else self._logged.log_epoch
+        log(values)
+
+    # What the engine calls
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
         if checkpoint is not None:
             self._held.checkpoint = checkpoint
-            self._position = Position(**checkpoint.position)
-            self._modes.resume(self.position)
-            if self.position.finished and _is_extended(checkpoint.manifest.config, self.config):
-                self.position.finished = False
+            self.engine.take_position(Position(**checkpoint.position))
+            self._modes.resume(self.engine.position)
+            if self.engine.position.finished and _is_extended(checkpoint.manifest.config, self.config):
+                self.engine.position.finished = False
 
-    def save(self) -> None:
-        """Start a save of this position. A collective."""
-        self._held.sync()
-        compares = self.size > 1 and not self.saves.saved.same_place(self.position)  # each rank writes a part
-        if compares and (difference := difference_between_ranks(self._held.current(), self.group, self.place.shards)):
-            self.restored = False  # the state of no rank is worth a checkpoint
-            raise self._misuse(loop_rules.of_state(self.position.step, difference))
-        super().save()
-
-    def _unchanged(self) -> bool:
-        """Also False when what follows the steps of an epoch has changed the state. Of no interest where it cannot be
-        saved anyway."""
-        if not self.rescuable:
+    def train(self) -> bool:
+        """Call the function. Raises ConfigError where it breaks a rule of docs/custom-loops.md."""
+        if self.engine.position.finished:
+            self.engine.finish_restore()
             return True
-        return super()._unchanged() and (self.ring.held is not None or self._held.unchanged())
-
-    def _can_leave_validation(self) -> bool:
-        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
-        if not self._held.steps_over or not self._held.unchanged_everywhere():
+        self.engine.watch.enter("preparing data")
+        self._seed("function")
+        self._too_early = register_optimizer_step_pre_hook(self._updates_too_early)
+        try:
+            result = self._call_function()
+        except LeaveFunction:
             return False
-        if self.rescuable:
-            return True
-        self.saves.wait()  # nobody knows whether the framework's state is still that of the steps
-        return self.saves.saved.same_place(self.position)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise RuntimeError(f"task={self.config.task}: called sys.exit({error.code})") from error
+            result = None
+        finally:
+            self._too_early.remove()
+            self.loaders.close()
+        if self.engine.saves.last:  # the function has caught LeaveFunction
+            return False
+        self._finish(result)
+        return True
 
-    def _restore_framework(self, framework: Framework) -> None:
-        """Have the framework load what it has saved, if it has, and save from now on."""
-        if self._held.checkpoint is not None:
-            self.watch.enter("starting")  # there is no telling how long it takes
-            framework.load(self.store.path(self.position.step).absolute() / OPAQUE)
-            self.watch.enter("restoring")
-        self.saves.add_opaque(framework.save)
-        self.rescuable = False
-        self.progress.say(
-            "run.checkpoint(...): only all ranks together can save this state; a rank that dies costs the steps since "
-            "the newest checkpoint"
-        )
+    def before_save(self) -> None:
+        """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
+        self._held.sync()
+        engine = self.engine
+        if engine.size == 1 or engine.saves.saved.same_place(engine.position):
+            return
+        # Each rank writes a part of the state, so it must be the same on all.
+        if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
+            engine.spoil()
+            raise self._misuse(loop_rules.of_state(engine.position.step, difference))
 
-    def _move(self, event: Event) -> None:
-        self.phase = NEXT[self.phase, event]
+    def state(self) -> State:
+        """What the registered objects have to be when a run resumes here."""
+        return self._held.current()
+
+    def hold(self) -> HostSnapshot:
+        """The same, as the host has it."""
+        return self._held.hold(self.engine.queue.on_host)
+
+    def unchanged(self) -> bool:
+        """Also False when what follows the steps of an epoch has changed the state."""
+        return self._held.unchanged()
+
+    def epoch(self) -> int:
+        """The epoch of the last finished step, from 1; within an epoch, the one under way."""
+        within = self.engine.position.over or self.engine.position.batches > 0
+        return max(1, self.engine.position.epoch + within)
+
+    def record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        """What the function has logged in this step."""
+        if self.config.train.nonfinite == "fail" and not math.isfinite(measured.get("loss", 0.0)):
+            self.engine.spoil()
+            raise NotFinite(f"step {step + 1}: the loss is not finite; train.nonfinite=skip would ignore that")
+        return {"epoch": self.epoch(), **{name: finite(value) for name, value in measured.items()}}
+
+    def lines(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        """Also that of a validation within the step, if there was one."""
+        validation = self._validations.pop(line["step"], None)
+        return [line] if validation is None else sorted([line, validation], key=lambda each: each["step"])
+
+    def before_request(self) -> None:
+        """Give every rank rank 0's logged values."""
+        self._logged.sync_steps()
+
+    def epoch_written(self) -> None:
+        """What follows the steps of the epoch is done."""
+        self._held.end_epoch()
+
+    # The order of events
+
+    def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
+        """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
+        position = self.engine.position
+        if problem := loop_rules.of_steps(loader, self._held.registered is not None):
+            raise self._misuse(problem)
+        if self.phase in IN_BODY and self._function_epoch == position.epoch:
+            raise self._misuse(loop_rules.TWICE)
+        self.end_steps()
+        self._held.snapshot()
+        if self.phase is Phase.AFTER_STEPS:
+            if self._function_epoch == position.epoch:
+                raise self._misuse(loop_rules.TWICE)
+            self.engine.end_epoch(self._epoch_record(include_open=False))
+        position.epoch = self._function_epoch
+        if isinstance(loader, StepLoader):
+            self.loaders.check_order(loader)
+        count = len(loader) if count is None else count
+        self._announce(count, loader.batch_size)
+        self._held.restore_for_first_step()
+        self._move(Event.FIRST_BATCH)
+        return count
+
+    def _announce(self, count: int, batch_size: int) -> None:
+        """Publish how long the run is, if this epoch and all later ones have `count` steps."""
+        step = self.engine.position.step
+        total = step - self.engine.position.batches + (self._epochs - self._function_epoch) * count
+        if total != self.engine.progress.total_steps:
+            self.engine.announce_length(total, batch_size)
+        if self.engine.watch.phase != "training":
+            self.engine.watch.enter("training")
+            begins = "starting" if self._held.checkpoint is None else f"resuming after step {step}"
+            ranks = f"{counted(self.engine.size, 'rank')} on {self.group.device.type}"
+            self.engine.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook: an optimiser's step() begins. The optimisers of torch call a closure, which computes the gradients,
@@ -189,7 +410,7 @@ class CustomSteps(Loop):
         if self.phase not in STEP_OPEN:
             if self.phase is Phase.READY and not self._warned:
                 self._warned = True
-                self.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
+                self.engine.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
             return
         registered = self._held.registered
         assert registered is not None
@@ -199,7 +420,7 @@ class CustomSteps(Loop):
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
         if self.phase not in IN_UPDATE:
             self._modes.update_begins(registered.modules)
-            self.ring.begin_update()
+            self.engine.begin_update()
             self._move(Event.UPDATE)
         registered.apply_synced()
 
@@ -208,21 +429,20 @@ class CustomSteps(Loop):
         registered = self._held.registered
         assert registered is not None and self.phase in STEP_OPEN
         if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
-            self._checks.no_update(self.position.step)
+            self._checks.no_update(self.engine.position.step)
             self._before_update()
         registered.snapshot()
-        self._position.modes = self._modes.fingerprint
         validation = self._take_validation()
-        self._end_update(self._logged.end_step(), self._samples, batches=1)
+        self.engine.end_update(self._logged.end_step(), self._samples, batches=1, modes=self._modes.fingerprint)
         self._move(Event.STEP_ENDS)
-        self._step_done(self._samples, ends_epoch)
+        self.engine.step_done(self._samples, ends_epoch)
         if validation is not None:
             self._validation_done(validation)
 
     def _take_validation(self) -> dict[str, Any] | None:
         """The line of the validation within the open step, if there was one. It is written with the step's own line: no
         step is rescued without it."""
-        values, position = self._logged.end_validation(), self.position
+        values, position = self._logged.end_validation(), self.engine.position
         if values is None:
             return None
         line = self._validations[position.step + 1] = {"epoch": position.epoch + 1, **values}
@@ -232,59 +452,62 @@ class CustomSteps(Loop):
 
     def _validation_done(self, line: dict[str, Any]) -> None:
         """Write the line now, and save if these are the best weights. A collective."""
-        self.flush()
-        self.progress.print_epoch(line)
-        if line["step"] == self.position.step:
-            best = self.rank == 0 and self.saves.would_be_best(line)
-            self.saves.due |= self.group.broadcast_bool(best)
-
-    def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        validation = self._validations.pop(record["step"], None)
-        return [record] if validation is None else sorted([record, validation], key=lambda line: line["step"])
-
-    def end_steps(self) -> None:
-        """The steps of this epoch are over, if it has begun any."""
-        if self.phase in (Phase.SETUP, Phase.READY, Phase.AFTER_STEPS):
-            return
-        if broken_off := self.phase in STEP_OPEN:
-            self._end_step(ends_epoch=True)
-        self._held.end_steps()
-        self.position.over = True
-        self._move(Event.STEPS_END)
-        # After a break the function may have done more than its steps already, and only registered state is held.
-        if self.saves.due and (self.rescuable or not broken_off):
-            self.save()
-        self._seed("after", self.position.epoch)  # after the save, in which a framework may draw random numbers
-
-    def _write_epoch(self, record: dict[str, Any]) -> None:
-        earlier = self.position.metrics if self.position.measured == self.position.step else {}
-        super()._write_epoch(record)
-        self.position.metrics = {**earlier, **record}
-        self._held.end_epoch()
-
-    def _sync_measured(self) -> None:
-        self._logged.sync_steps()
-
-    def _state(self) -> State:
-        return self._held.current()
-
-    def _hold(self) -> HeldState:
-        return self._held.hold(self.queue.on_host)
-
-    def _epoch(self) -> int:
-        within = self.position.over or self.position.batches > 0
-        return max(1, self.position.epoch + within)
-
-    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
-        if self.config.train.nonfinite == "fail" and not math.isfinite(measured.get("loss", 0.0)):
-            self.restored = False  # the state since that step is not worth a checkpoint
-            raise NotFinite(f"step {step + 1}: the loss is not finite; train.nonfinite=skip would ignore that")
-        return {"epoch": self._epoch(), **{name: finite(value) for name, value in measured.items()}}
+        self.engine.flush()
+        self.engine.progress.print_epoch(line)
+        if line["step"] == self.engine.position.step:
+            best = self.engine.rank == 0 and self.engine.saves.would_be_best(line)
+            self.engine.saves.due |= self.group.broadcast_bool(best)
 
     def _epoch_record(self, include_open: bool) -> dict[str, Any]:
         values = self._logged.epoch_values(include_open)
         self._held.meet()
-        return {"epoch": self.position.epoch + 1, "step": self.position.step, **values}
+        return {"epoch": self.engine.position.epoch + 1, "step": self.engine.position.step, **values}
+
+    def _finish(self, result: Any) -> None:
+        """The function has returned."""
+        trained = self.phase is not Phase.READY or self.engine.position.step > 0
+        if problem := loop_rules.of_return(result, self.phase is not Phase.SETUP, trained):
+            raise self._misuse(problem)
+        self.end_steps()
+        if self.phase is Phase.AFTER_STEPS:
+            self.engine.end_epoch(self._epoch_record(include_open=True))
+        with self.engine.records_lock:
+            self.engine.position.finished = True
+            if result is not None:
+                self.engine.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
+
+    def _can_leave_validation(self) -> bool:
+        """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
+        if not self._held.steps_over or not self._held.unchanged_everywhere():
+            return False
+        if self.engine.rescuable:
+            return True
+        self.engine.saves.wait()  # nobody knows whether the framework's state is still that of the steps
+        return self.engine.saves.saved.same_place(self.engine.position)
+
+    def _restore_framework(self, framework: Framework) -> None:
+        """Have the framework load what it has saved, if it has, and save from now on."""
+        if self._held.checkpoint is not None:
+            self.engine.watch.enter("starting")  # there is no telling how long it takes
+            framework.load(self.engine.store.path(self.engine.position.step).absolute() / OPAQUE)
+            self.engine.watch.enter("restoring")
+        self.engine.saves.add_opaque(framework.save)
+        self.engine.rescuable = False
+        self.engine.progress.say(
+            "run.checkpoint(...): only all ranks together can save this state; a rank that dies costs the steps since "
+            "the newest checkpoint"
+        )
+
+    def _updates_too_early(self, *_: Any) -> None:
+        raise self._misuse(loop_rules.UPDATE_TOO_EARLY)
+
+    def _leave(self) -> NoReturn:
+        """Save everything, and leave the function."""
+        self.engine.save_last()
+        raise LeaveFunction
+
+    def _move(self, event: Event) -> None:
+        self.phase = NEXT[self.phase, event]
 
     def _misuse(self, what: str) -> ConfigError:
         return ConfigError(f"task={self.config.task}: {what}")
@@ -293,211 +516,17 @@ class CustomSteps(Loop):
         """Seed all generators: from here on, every attempt draws the same random numbers."""
         seed_generators(seed_of(*parts, self.config.seed, self.shares.place), self.group.device)
 
+    def _hold_shard(self, place: ShardPlace) -> None:
+        """From now on this rank saves this shard of the state. Warns if the steps of the checkpoint were computed in
+        another way."""
+        self.engine.hold_shard(place)
+        if place.shards > 1:
+            self.engine.numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
+        if self._held.checkpoint is not None:
+            self.engine.compare_numerics(self._held.checkpoint)
 
-class LeaveFunction(BaseException):
-    """The ranks agreed to stop, and everything is saved. Not an Exception, so that the function does not catch it."""
-
-
-class CustomLoop(CustomSteps):
-    """Calls a function that has its own training loop. The public methods are what the function calls, through Run."""
-
-    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
-        super().__init__(context)
-        self.function, self.run_dir = function, context.run
-        self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
-        self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
-        self.group.connect_alone()
-
-    def register(
-        self,
-        objects: Mapping[str, Any],
-        averages_gradients: bool = False,
-        framework: Framework | None = None,
-        rehearses: bool = True,
-    ) -> None:
-        """Hold the state of these objects from now on, and load what the checkpoint has of them; `framework` saves and
-        loads the rest of the state. `averages_gradients`: the function does so itself, without DistributedDataParallel.
-        `rehearses`: the first forward pass, see `rehearsal`."""
-        if self.phase is not Phase.SETUP:
-            raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
-        self.startup.done("data and model")
-        self.watch.enter("restoring")
-        registered = self._held.register(objects, opaque=framework is not None)
-        self.place = registered.place
-        hold_shard(self.place, self.saves, self.numerics, self._held.checkpoint, self.progress.say)
-        self._too_early.remove()
-        self._move(Event.RESTORE)
-        if problem := self.shares.register(registered, averages_gradients or framework is not None):
-            raise self._misuse(problem)
-        rehearses &= self.config.train.rehearsal and self.shares.total is None
-        if rehearses and self.size > 2:  # a sum of two is the same in either order
-            for module, ddp in registered.parallel:
-                rehearse(module, ddp, self.group.device)
-        for optimizer in registered.optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer)
-        self._checks = TurnChecks(registered)
-        self._held.restore()
-        if framework is not None:
-            self._restore_framework(framework)
-        self._finish_restore()
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of `count`, from 0; the first may be half done."""
-        self._epochs = count
-        for epoch in range(self.position.epoch, count):
-            self._function_epoch = epoch
-            self._seed("epoch", epoch)
-            yield epoch
-            self._logged.end_epoch()
-
-    def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
-        """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
-        position = self.position
-        count = self._begin_steps(loader, count)
-        if not position.over:
-            batches = loader.batches(position.step, count - position.batches)
-            try:
-                for number in range(position.batches + 1, count + 1):
-                    if self.saves.due:
-                        self.save()
-                    if not self.stop.begin_tick():
-                        self._leave()
-                    self._checks.begin(position.step)
-                    batch = self.shares.begin_step(position.step, loader, batches)
-                    self._samples = loader.samples(position.step)
-                    self._move(Event.BATCH)
-                    torch.clear_autocast_cache()  # autocast around the whole loop would go on with old weights
-                    yield batch
-                    self.end_step(ends_epoch=number == count)
-            except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
-                if self.phase is Phase.UPDATING:
-                    self._held.break_off()
-                raise
-            finally:
-                if self.phase in IN_BODY:
-                    self._move(Event.BROKEN_OFF)
-        self.end_steps()
-
-    def end_step(self, ends_epoch: bool = False) -> None:
-        """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
-        for the next batch: between the two it may wait for the other ranks."""
-        if self.phase in IN_BODY:
-            self._checks.end(self.position.step)
-            self._end_step(ends_epoch)
-
-    def share_batches(self, batch: Any) -> Iterator[Any]:
-        """This rank's shares of the batch of the open step, or that batch itself."""
-        return self.shares.of(batch)
-
-    def batches(self, loader: StepLoader, per_step: int) -> SideBatches:
-        """The batches of a second loader, `per_step` for each step."""
-        if problem := loop_rules.of_batches(loader, per_step, self.shares.total):
-            raise self._misuse(problem)
-        unit = lambda: self.shares.unit(self.position.step) if self.phase in IN_BODY else None  # noqa: E731
-        return SideBatches(self.loaders.another(loader, self.config.seed), per_step, unit, self.shares.here)
-
-    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader. The ranks can stop before each of them."""
-        if self.phase in IN_BODY:
-            self._logged.begin_validation(self.position.step + (self.phase is Phase.UPDATING))
-        else:
-            self.end_steps()
-        self.loaders.prepare(loader)
-        batches = iter(loader)
-        try:
-            for number, batch in enumerate(batches):
-                # Within a step, or when the state has changed since the epoch's steps, a run could not resume from
-                # here. Then the ranks stop at the next place where it can.
-                if not self.stop.begin_tick() and self._can_leave_validation():
-                    self._leave()
-                self._seed("validate", self.position.step, number)
-                yield batch
-        finally:
-            if not getattr(loader, "persistent_workers", False):
-                end_workers(batches)
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Log values for the line of the open step, or else of the epoch."""
-        log = self._logged.log_step if self.phase in STEP_OPEN else self._logged.log_epoch
-        log(values)
-
-    def _train(self) -> bool:
-        if self.position.finished:
-            self._finish_restore()
-            return True
-        self.watch.enter("preparing data")
-        self._seed("function")
-        self._too_early = register_optimizer_step_pre_hook(self._updates_too_early)
-        try:
-            result = self.function(self)
-        except LeaveFunction:
-            return False
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise RuntimeError(f"task={self.config.task}: called sys.exit({error.code})") from error
-            result = None
-        finally:
-            self._too_early.remove()
-            self.loaders.close()
-        if self.saves.last:  # the function has caught LeaveFunction
-            return False
-        self._finish(result)
-        return True
-
-    def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
-        """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
-        position = self.position
-        if problem := loop_rules.of_steps(loader, self._held.registered is not None):
-            raise self._misuse(problem)
-        if self.phase in IN_BODY and self._function_epoch == position.epoch:
-            raise self._misuse(loop_rules.TWICE)
-        self.end_steps()
-        self._held.snapshot()
-        if self.phase is Phase.AFTER_STEPS:
-            if self._function_epoch == position.epoch:
-                raise self._misuse(loop_rules.TWICE)
-            self._end_epoch(self._epoch_record(include_open=False))
-        position.epoch = self._function_epoch
-        if isinstance(loader, StepLoader):
-            self.loaders.check_order(loader)
-        count = len(loader) if count is None else count
-        self._announce(count, loader.batch_size)
-        self._held.restore_for_first_step()
-        self._move(Event.FIRST_BATCH)
-        return count
-
-    def _announce(self, count: int, batch_size: int) -> None:
-        """Publish how long the run is, if this epoch and all later ones have `count` steps."""
-        step = self.position.step
-        total = step - self.position.batches + (self._epochs - self._function_epoch) * count
-        if total != self.progress.total_steps:
-            self._announce_length(total, batch_size)
-        if self.watch.phase != "training":
-            self.watch.enter("training")
-            begins = "starting" if self._held.checkpoint is None else f"resuming after step {step}"
-            ranks = f"{counted(self.size, 'rank')} on {self.group.device.type}"
-            self.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
-
-    def _finish(self, result: Any) -> None:
-        """The function has returned."""
-        trained = self.phase is not Phase.READY or self.position.step > 0
-        if problem := loop_rules.of_return(result, self.phase is not Phase.SETUP, trained):
-            raise self._misuse(problem)
-        self.end_steps()
-        if self.phase is Phase.AFTER_STEPS:
-            self._end_epoch(self._epoch_record(include_open=True))
-        with self.records_lock:
-            self.position.finished = True
-            if result is not None:
-                self.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
-
-    def _updates_too_early(self, *_: Any) -> None:
-        raise self._misuse(loop_rules.UPDATE_TOO_EARLY)
-
-    def _leave(self) -> NoReturn:
-        """Save everything, and leave the function."""
-        self._save_last()
-        raise LeaveFunction
+    def _call_function(self) -> Any:  # the probe looks at the stack above this
+        return self.function(self)
 
 
 def _is_extended(before: str, now: Config) -> bool:
@@ -579,8 +608,8 @@ class CustomState:
         if self.registered is not None:
             self.registered.meet()
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`."""
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`."""
         return self._after_steps or self._known().hold(on_host)
 
     def snapshot(self) -> None:

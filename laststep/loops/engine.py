@@ -1,4 +1,28 @@
-"""The part of a loop that survives it: the state that another thread can save while the thread that trains is stuck."""
+"""The engine of a training loop: position, saves, metrics, the agreed stop, and what a rescue reads.
+
+Every rank has one, in step with the others. It knows when a step is done and what follows from that, and nothing of
+what a step computes. `TaskLoop` and `CustomLoop` have an engine, and each is the `Loop` that its engine drives:
+
+    attempt -- restore, run ------------>  Engine  -- restore, train ---------------------->  Loop
+                                             |
+    loop ---- begin_update, end_update ----->|  the state changes in between         -- hold -->  Loop
+         ---- step_done -------------------->|  read the metrics back    -- before_request, record, lines -->
+         ---- end_epoch -------------------->|  the line of the epoch              -- epoch_written -->
+         ---- save, save_last -------------->|  a checkpoint                 -- before_save, state, epoch -->
+                                             |
+                                             |-- ring      which state is whole on the device (snapshot.py)
+                                             |-- readback  values on their way to metrics.jsonl (measured.py)
+                                             |-- saves     the checkpoints under way (checkpoint/manager.py)
+                                             |-- copies    of the shard on another node, with checkpoint.replicas
+                                             |-- probe     what `prove` notes of each step, else None (probe.py)
+                                             |
+    rescue -- freeze, frozen, advance ------>|  in another thread, while the one that trains is stuck
+                                                    -- state, unchanged -->  Loop
+
+Between two updates the state is the same on every rank, and can be saved. `ring` knows the newest state that the device
+has as a whole. Besides, the engine holds `records_lock` while it writes lines of metrics.jsonl or ends an epoch, never
+while it waits for the device or for another rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +50,7 @@ from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.loops.measured import Measured, Readback
-from laststep.loops.snapshot import Copies, HeldState, HeldStep, Ring, open_link
+from laststep.loops.snapshot import Copies, HostSnapshot, Ring, StepSnapshot, open_link
 from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
@@ -38,10 +62,12 @@ from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
+from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
 
 if TYPE_CHECKING:
     from laststep.loops.learner import LateUpdate
+    from laststep.loops.probe import Probe
 
 
 class NotFinite(ArithmeticError):
@@ -49,7 +75,7 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class HeldCopy:
+class SavableCopy:
     """A shard of the state in host memory."""
 
     place: Place
@@ -58,20 +84,108 @@ class HeldCopy:
     own: bool  # this rank's own shard, with what else a checkpoint needs to know
 
 
-class Rescued(ABC):
-    """What a loop does for its rescue.
+@dataclass(frozen=True)
+class AttemptContext:
+    """What an attempt hands to its loop."""
 
-    `ring` knows the newest state that the device has as a whole. Besides, the loop holds `records_lock` while it writes
-    lines of metrics.jsonl or ends an epoch, never while it waits for the device or for another rank.
-    """
-
+    config: Config
+    run: RunDir
     store: CheckpointStore
-    metrics: MetricsFile
-    readback: Readback
-    size: int
-    place: ShardPlace  # which shard of the state this rank holds
+    group: Group
+    stop: Stop
+    watch: Watchdog
+    phases: StartupTimer
+    closing: contextlib.ExitStack  # closed once no rank trains or saves any more
+    probe_plan: ProbePlan | None = None  # of `prove`
 
-    def __init__(self, device: torch.device) -> None:
+
+class Loop(ABC):
+    """What an engine drives: the half of a training loop that knows what is trained, and in which order."""
+
+    engine: Engine
+
+    @abstractmethod
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Load the checkpoint; None: start from the initial state."""
+
+    @abstractmethod
+    def train(self) -> bool:
+        """Train from the position on. True when the run is finished, False when the ranks agreed to stop."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the position: references, the same on every rank."""
+
+    @abstractmethod
+    def hold(self) -> HostSnapshot:
+        """Snapshot of the host's part of `state`. The contents of tensors on the device are not copied."""
+
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch of the last finished step, from 1."""
+
+    @abstractmethod
+    def record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of a finished step (from 0) in metrics.jsonl. Raises NotFinite."""
+
+    def lines(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl for a finished step: its own, to which this may add, and others of that moment."""
+        return [line]
+
+    def unchanged(self) -> bool:
+        """Whether `state` still is the state of the last step. Asked by a rescue, in another thread."""
+        return True
+
+    def before_request(self) -> None:  # noqa: B027 (most loops need nothing there)
+        """Called on every rank before measured values are requested, so it may run collectives."""
+
+    def before_save(self) -> None:  # noqa: B027 (most loops need nothing there)
+        """Called on every rank before a save, so it may run collectives. Raises ConfigError."""
+
+    def epoch_written(self) -> None:  # noqa: B027 (most loops need nothing there)
+        """The line of the epoch is in metrics.jsonl. The engine holds `records_lock`."""
+
+
+class Engine:
+    """Runs one rank's loop. See the picture at the top."""
+
+    def __init__(self, context: AttemptContext, loop: Loop) -> None:
+        self.loop = loop
+        self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch
+        self.startup, run, world = context.phases, context.run, context.group.world
+        self._open_ring(self.group.device)
+        self.rank, self.size = world.rank, world.size
+        self.place = ShardPlace(0, 1, self.rank, self.size)  # which shard of the state this rank holds
+        self.store = context.store
+        self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
+        self.progress = Progress(prints=self.rank == 0)
+        self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)
+        stopping = lambda: self.stop.signal is not None  # noqa: E731
+        self.saves = CheckpointManager(
+            self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, self.watch, stopping
+        )
+        self._closing = context.closing
+        self._closing.callback(self.saves.close)
+        self._closing.callback(self.queue.close)
+        self.readback = Readback(self.group, self.saves, self.progress)
+        # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
+        self.reads_one_step_late = self.group.device.type == "cuda"
+        at_any_size = self.config.train.shares is not None
+        sharding = self.config.train.sharding
+        group = self.group
+        numerics = describe_numerics(group.device, world, group.backend, at_any_size, sharding, group.nccl_graph)
+        self.numerics = numerics | SORTED
+        self._plan, self._yaml = run.plan, self.config.to_yaml()
+        self.watch.follow(self.ring.passed)
+        self._first_step = 1  # the first step of this attempt, from 1
+        self.probe: Probe | None = None
+        if context.probe_plan is not None:
+            from laststep.loops.probe import Probe
+
+            self.probe = Probe(context.probe_plan, context.run, world, context.stop)
+
+    def _open_ring(self, device: torch.device) -> None:
+        """What a rescue reads."""
         self.queue = open_queue(device)
         self.ring = Ring(self.queue, self._hold_step)
         self.records_lock = threading.Lock()
@@ -86,26 +200,216 @@ class Rescued(ABC):
         self.restored = False  # whether there is a state worth saving
         self.rescuable = True  # whether a rank alone has all of the state
 
-    @abstractmethod
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the position: references, the same on every rank."""
+    # The attempt
 
-    @abstractmethod
-    def _hold(self) -> HeldState:
-        """What the host holds of the state that `_state` returns."""
+    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
+        """Load the checkpoint; None: start from the initial state."""
+        self.loop.restore(checkpoint)
 
-    @abstractmethod
-    def _checkpoint_info(self) -> CheckpointInfo:
-        """What a manifest says of `position`."""
+    def run(self) -> bool:
+        """Train and save. True when the run is finished, False when the ranks agreed to stop."""
+        # Trainer.__call__ turned the garbage collector off. Objects that exist now stay, so it never has to visit them.
+        gc.freeze()
+        gc.enable()
+        finished = False
+        try:
+            finished = self.loop.train()
+        finally:
+            if not finished:
+                self.tensorboard.end()
+        self.save_last()
+        return finished
 
-    @abstractmethod
-    def _write_steps(self, measured: list[Measured]) -> None:
-        """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
+    # The loop, as it restores
+
+    def announce_length(self, total_steps: int, batch_size: int) -> None:
+        """Publish the run's length: for the progress lines, and in the run folder for `launch.py status`."""
+        self.progress.total_steps = total_steps
+        if self.rank == 0:
+            _write_plan(self._plan, total_steps, batch_size)
+
+    def hold_shard(self, place: ShardPlace) -> None:
+        """From now on this rank holds, and saves, this shard of the state."""
+        self.place = place
+        self.saves.hold(place)
+
+    def take_position(self, position: Position) -> None:
+        """Resume at this position."""
+        self._position = position
+
+    def compare_numerics(self, checkpoint: SharedCheckpoint) -> None:
+        """Warn if the steps of a checkpoint were computed in another way."""
+        if changed := changed_numerics(checkpoint.manifest.numerics, self.numerics):
+            self.progress.say(f"WARNING: {changed}")
+
+    def finish_restore(self) -> None:
+        """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""
+        with self.ring.update():
+            pass
+        self.saves.saved = copy.copy(self.position)
+        patience_s = min(START_S, self.config.launch.hang_timeout_s / 2)  # the other ranks wait
+        self.metrics.begin(self.position.records, Patience(patience_s, self.progress.say))
+        self._first_step = self.position.step + 1
+        self._open_copies()
+        self.restored = True
+        self.startup.done("restore")
+
+    def _open_copies(self) -> None:
+        """With checkpoint.replicas: keep copies of the shards on other nodes from now on. Raises ConfigError."""
+        settings, world = self.config.checkpoint, self.group.world
+        check_replicas(settings.replicas, world.nodes)
+        if settings.replicas:
+            link = open_link(self.group, self.place)
+            patience_s = self.config.launch.hang_timeout_s / 2
+            self.copies = Copies(link, self.place, self.group.device, settings.replica_every_steps, patience_s)
+            self._closing.callback(self.copies.close)
+
+    # The loop, in each step
 
     @property
     def position(self) -> Position:
         """How far the run has come: up to what is queued on the device; once it is frozen, that of the frozen state."""
         return self._frozen or self._position
+
+    def begin_update(self) -> None:
+        """The state changes from here on. In a rescue this does not return."""
+        self.ring.begin_update()
+
+    def end_update(
+        self, measured: Mapping[str, Tensor], samples: int, batches: int = 0, modes: str | None = None
+    ) -> None:
+        """The step is done, as far as the CPU is concerned: count it. `measured` are scalars on the device; `batches`
+        and `modes` are for the position of a custom loop."""
+        if modes is not None:
+            self._position.modes = modes
+        self._count_step(measured, samples, batches)
+        self.ring.end_update()
+        if self.copies is not None:
+            self._copy(self.copies)
+
+    def step_done(self, samples: int, ends_epoch: bool) -> None:
+        """What follows each step."""
+        step = self.position.step
+        self.progress.count(samples)
+        self.saves.due |= _is_due(step, self.config.checkpoint.every_steps)
+        if self.readback.requested:
+            self._collect_measured()
+        if ends_epoch:
+            self.flush()
+        elif step % self.config.train.log_every == 0:
+            self._request_measured()
+            if not self.reads_one_step_late:
+                self._collect_measured()
+        if step == self._first_step:  # from now on the optimiser has all of its state
+            self.saves.prepare(self._checkpoint_state())
+            self.startup.done("first step")
+            self.progress.say(f"first step after {self.startup}")
+            self.tensorboard.start()
+        if self.probe is not None:
+            self.probe.end_step(self.loop.state())
+
+    def end_epoch(self, record: dict[str, Any]) -> None:
+        """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
+        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
+        with self.records_lock:
+            earlier = self.position.metrics if self.position.measured == self.position.step else {}
+            self.position.end_epoch(record)
+            self.metrics.append([record])
+            self.position.metrics = {**earlier, **record}
+            self.loop.epoch_written()
+        self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
+        self.progress.print_epoch(record)
+        self.progress.restart_clock()
+
+    def save(self) -> None:
+        """Start a save of this position, see `CheckpointManager.start_save`. A collective."""
+        self.loop.before_save()
+        self.flush()
+        self.position.records = self.metrics.count
+        self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
+        self.progress.restart_clock()
+
+    def save_last(self) -> None:
+        """Save at a stop or at the end of the run, and wait until the checkpoint is committed."""
+        self.watch.enter("saving")
+        self.saves.last = True
+        while True:
+            self.save()
+            self.saves.wait()
+            if self.saves.saved.same_place(self.position):
+                return
+            time.sleep(RETRY_LAST_S)
+
+    def flush(self) -> None:
+        """Write all finished steps to metrics.jsonl; the CPU waits for the device. A collective. Raises NotFinite."""
+        if self.readback.requested:
+            self._collect_measured()
+        self._request_measured()
+        self._collect_measured()
+
+    def spoil(self) -> None:
+        """The state is not worth a checkpoint from now on, on any rank."""
+        self.restored = False
+
+    def _count_step(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
+        position = self._position
+        self.readback.add(position.step, measured)
+        position.step += 1
+        position.batches += batches
+        position.samples += samples
+
+    def _copy(self, copies: Copies) -> None:
+        """After an update: take a copy, or make sure of the last one, if either is due."""
+        step = self._position.step
+        if copies.is_due(step):
+            with self.ring.waiting():
+                state, measured = (
+                    {"position": asdict(self._position), **self.loop.state()},
+                    self.readback.read_now(step),
+                )
+            copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
+        if copies.is_due(step + 1):
+            copies.complete()
+
+    def _request_measured(self) -> None:
+        self.loop.before_request()
+        self.readback.request(self.position.step)
+
+    def _collect_measured(self) -> None:
+        """Write the requested steps to metrics.jsonl. Raises NotFinite."""
+        with self.ring.waiting():
+            measured = self.readback.collect(self.position.step)
+        with self.records_lock:
+            self._write_steps(measured)
+        self.saves.poll()
+        self.progress.restart_clock()
+
+    def _write_steps(self, measured: list[Measured]) -> None:
+        """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
+        rate, now = round(self.progress.throughput(), 1), time.time()
+        record: dict[str, Any] = {}
+        lines: list[dict[str, Any]] = []
+        for each in measured:
+            fields = self.loop.record(each.step, each.values)
+            record = {"step": each.step + 1, **fields, "samples_per_s": rate, "time": now}
+            lines += self.loop.lines(record)
+            if self.copies is not None:
+                self.copies.count(each.step + 1, self.position, self.metrics.count + len(lines))
+        self.readback.remove(len(measured))
+        if lines:
+            self.metrics.append(lines)
+            self.progress.print_step(record)
+
+    def _checkpoint_info(self) -> CheckpointInfo:
+        position = self.position
+        current = position.step in (position.validated, position.measured)
+        metrics = {name: value for name, value in position.metrics.items() if current and value is not None}
+        return CheckpointInfo(position.step, self.loop.epoch(), position.samples, metrics, self.numerics, self._yaml)
+
+    def _checkpoint_state(self) -> dict[str, Any]:
+        return {"position": asdict(self.position), **self.loop.state()}
+
+    # A rescue, in another thread
 
     def freeze(self, timeout_s: float) -> bool:
         """Let the state change no more, and write the steps of the newest whole one to the metrics: from now on
@@ -136,11 +440,59 @@ class Rescued(ABC):
         return done is not None
 
     @property
+    def can_advance(self) -> bool:
+        """Whether `advance` may do an update."""
+        return self.late_update is not None and not self.late_update.tried
+
+    @property
     def gathered(self) -> Gathered | None:
         """What all ranks have gathered last, as far as this one knows, for those that wait for it. After `freeze`."""
         if self.late_update is None or (self.queue.runs_ahead and not self._frozen_live):
             return None
         return self.late_update.gathered(self.position.step)
+
+    def freeze_copies(self, timeout_s: float) -> list[SavableCopy]:
+        """Let the copies in host memory change no more. Call after `freeze`. Returns what can be saved of them."""
+        copies = self.copies
+        if copies is None or not self.restored:
+            return []
+
+        def write(measured: Sequence[Measured]) -> None:  # of a rank that cannot read them from its device any more
+            if self._lock_records(timeout_s):
+                with contextlib.suppress(NotFinite):
+                    self._write_steps([one for one in measured if one.step >= self.readback.first_step])
+
+        copies.freeze(write)
+        return self._held_copies(copies)
+
+    @contextlib.contextmanager
+    def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
+        """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
+        one that trains. Raises StateChanged if this rank holds nothing there, and DeviceSilent."""
+        own = self.copies.own_at(place) if self.copies and place else None
+        copies = self.copies.at(place) if self.copies and place else {}
+        live = own is None and self._frozen_live and place in (None, self.position.place)
+        if not live and not copies:
+            raise StateChanged
+        if live:
+            self.position.records = self.metrics.count
+
+        def hold() -> FrozenState:
+            return FrozenState(
+                store=self.store,
+                info=own.info if own else self._checkpoint_info(),
+                state=self._frozen_state() if live else None,
+                world_size=self.size,
+                before_commit=self.metrics.rewrite_tail,
+                buffer=self._host_buffer,
+                is_whole=self.ring.is_whole if live else lambda: True,
+                place=self.place,
+                copies=copies,
+                structure=own.structure if own else None,
+                ask=self.queue.ask,
+            )
+
+        yield self.queue.ask(hold) if live else hold()
 
     def _freeze(self, timeout_s: float) -> bool:
         if not self.ring.freeze(timeout_s):
@@ -164,50 +516,14 @@ class Rescued(ABC):
         """What the steps before this one measured, and whether the chosen state is still what it was."""
         return self.readback.read_now(step), self._unchanged()
 
-    def freeze_copies(self, timeout_s: float) -> list[HeldCopy]:
-        """Let the copies in host memory change no more. Call after `freeze`. Returns what can be saved of them."""
-        copies = self.copies
-        if copies is None or not self.restored:
-            return []
-
-        def write(measured: Sequence[Measured]) -> None:  # of a rank that cannot read them from its device any more
-            if self._lock_records(timeout_s):
-                with contextlib.suppress(NotFinite):
-                    self._write_steps([one for one in measured if one.step >= self.readback.first_step])
-
-        copies.freeze(write)
-        return self._held_copies(copies)
-
-    def _held_copies(self, copies: Copies) -> list[HeldCopy]:
+    def _held_copies(self, copies: Copies) -> list[SavableCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
         own = copies.own() if self.restored else []
         kept = copies.kept() if self.restored else []
         return [
-            *(HeldCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
-            *(HeldCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
+            *(SavableCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
         ]
-
-    @contextlib.contextmanager
-    def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
-        """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
-        one that trains. Raises StateChanged if this rank holds nothing there, and DeviceSilent."""
-        own = self.copies.own_at(place) if self.copies and place else None
-        copies = self.copies.at(place) if self.copies and place else {}
-        live = own is None and self._frozen_live and place in (None, self.position.place)
-        if not live and not copies:
-            raise StateChanged
-        if live:
-            self.position.records = self.metrics.count
-
-        def hold() -> FrozenState:
-            info, state = own.info if own else self._checkpoint_info(), self._frozen_state() if live else None
-            return FrozenState(
-                *(self.store, info, state, self.size, self.metrics.rewrite_tail, self._host_buffer),
-                *(self.ring.is_whole if live else lambda: True, self.place, copies, own.structure if own else None),
-                ask=self.queue.ask,
-            )
-
-        yield self.queue.ask(hold) if live else hold()
 
     def _lock_records(self, timeout_s: float) -> bool:
         """Let the thread that trains write no more lines; once, for good."""
@@ -217,7 +533,9 @@ class Rescued(ABC):
     def _unchanged(self) -> bool:
         """Whether the chosen state is still what it was, except for what changes within updates."""
         held = self.ring.held
-        return held is None or held.state.unchanged()
+        if not self.rescuable:  # of no interest: nobody can save it
+            return True
+        return self.loop.unchanged() if held is None else held.state.unchanged()
 
     def _whole_position(self) -> Position:
         """A copy of the position of the state that the ring has chosen."""
@@ -227,256 +545,12 @@ class Rescued(ABC):
         position.loss_sum, position.loss_samples, position.skipped = now.loss_sum, now.loss_samples, now.skipped
         return position
 
-    def _hold_step(self) -> HeldStep:
-        return HeldStep(copy.copy(self._position), self._hold())
+    def _hold_step(self) -> StepSnapshot:
+        return StepSnapshot(copy.copy(self._position), self.loop.hold())
 
     def _frozen_state(self) -> dict[str, Any]:
         held = self.ring.held
-        return {"position": asdict(self.position), **(self._state() if held is None else held.state.state)}
-
-    def _end_update(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
-        """The step is done, as far as the CPU is concerned: count it."""
-        self._count_step(measured, samples, batches)
-        self.ring.end_update()
-        if self.copies is not None:
-            self._copy(self.copies)
-
-    def _count_step(self, measured: Mapping[str, Tensor], samples: int, batches: int = 0) -> None:
-        position = self._position
-        self.readback.add(position.step, measured)
-        position.step += 1
-        position.batches += batches
-        position.samples += samples
-
-    def _copy(self, copies: Copies) -> None:
-        """After an update: take a copy, or make sure of the last one, if either is due."""
-        step = self._position.step
-        if copies.is_due(step):
-            with self.ring.waiting():
-                state, measured = {"position": asdict(self._position), **self._state()}, self.readback.read_now(step)
-            copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
-        if copies.is_due(step + 1):
-            copies.complete()
-
-
-@dataclass(frozen=True)
-class AttemptContext:
-    """What an attempt hands to its loop."""
-
-    config: Config
-    run: RunDir
-    store: CheckpointStore
-    group: Group
-    stop: Stop
-    watch: Watchdog
-    phases: StartupTimer
-    closing: contextlib.ExitStack  # closed once no rank trains or saves any more
-
-
-class Loop(Rescued):
-    """Trains. Every rank runs one, in step with the others. Between two updates the state is the same on every rank,
-    and can be saved; see `Rescued` for when one of them dies."""
-
-    def __init__(self, context: AttemptContext) -> None:
-        self.config, self.group, self.stop, self.watch = context.config, context.group, context.stop, context.watch
-        self.startup, run, world = context.phases, context.run, context.group.world
-        super().__init__(self.group.device)
-        self.rank, self.size = world.rank, world.size
-        self.place = ShardPlace(0, 1, self.rank, self.size)
-        self.store = context.store
-        self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)
-        self.progress = Progress(prints=self.rank == 0)
-        self.tensorboard = TensorBoard(run, self.config.train.log_every, writes=self.rank == 0)
-        stopping = lambda: self.stop.signal is not None  # noqa: E731
-        self.saves = CheckpointManager(
-            self.config.checkpoint, run, self.store, self.group, self.metrics, self.progress, self.watch, stopping
-        )
-        self._closing = context.closing
-        self._closing.callback(self.saves.close)
-        self._closing.callback(self.queue.close)
-        self.readback = Readback(self.group, self.saves, self.progress)
-        # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
-        self.reads_one_step_late = self.group.device.type == "cuda"
-        at_any_size = self.config.train.shares is not None
-        sharding = self.config.train.sharding
-        group = self.group
-        numerics = describe_numerics(group.device, world, group.backend, at_any_size, sharding, group.nccl_graph)
-        self.numerics = numerics | SORTED
-        self._plan, self._yaml = run.plan, self.config.to_yaml()
-        self.watch.follow(self.ring.passed)
-        self._first_step = 1  # the first step of this attempt, from 1
-
-    @abstractmethod
-    def restore(self, checkpoint: SharedCheckpoint | None) -> None:
-        """Load the checkpoint; None: start from the initial state."""
-
-    @abstractmethod
-    def _train(self) -> bool:
-        """Train from the position on. True when the run is finished, False when the ranks agreed to stop."""
-
-    @abstractmethod
-    def _epoch(self) -> int:
-        """The epoch of the last finished step, from 1."""
-
-    @abstractmethod
-    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
-        """The fields of a finished step (from 0) in metrics.jsonl. Raises NotFinite."""
-
-    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Hook: a line of metrics.jsonl with what follows from its values."""
-        return line
-
-    def _sync_measured(self) -> None:
-        """Hook: every rank calls this before it requests measured values, so it may run collectives."""
-
-    def run(self) -> bool:
-        """Train and save. True when the run is finished, False when the ranks agreed to stop."""
-        # Trainer.__call__ turned the garbage collector off. Objects that exist now stay, so it never has to visit them.
-        gc.freeze()
-        gc.enable()
-        finished = False
-        try:
-            finished = self._train()
-        finally:
-            if not finished:
-                self.tensorboard.end()
-        self._save_last()
-        return finished
-
-    def save(self) -> None:
-        """Start a save of this position, see `CheckpointManager.start_save`. A collective."""
-        self.flush()
-        self.position.records = self.metrics.count
-        self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
-        self.progress.restart_clock()
-
-    def flush(self) -> None:
-        """Write all finished steps to metrics.jsonl; the CPU waits for the device. A collective. Raises NotFinite."""
-        if self.readback.requested:
-            self._collect_measured()
-        self._request_measured()
-        self._collect_measured()
-
-    def _request_measured(self) -> None:
-        self._sync_measured()
-        self.readback.request(self.position.step)
-
-    def _collect_measured(self) -> None:
-        """Write the requested steps to metrics.jsonl. Raises NotFinite."""
-        with self.ring.waiting():
-            measured = self.readback.collect(self.position.step)
-        with self.records_lock:
-            self._write_steps(measured)
-        self.saves.poll()
-        self.progress.restart_clock()
-
-    def _announce_length(self, total_steps: int, batch_size: int) -> None:
-        """Publish the run's length: for the progress lines, and in the run folder for `launch.py status`."""
-        self.progress.total_steps = total_steps
-        if self.rank == 0:
-            _write_plan(self._plan, total_steps, batch_size)
-
-    def _take_position(self, checkpoint: SharedCheckpoint) -> None:
-        """Take over the position of a checkpoint, and warn if its steps were computed in another way."""
-        self._position = Position(**checkpoint.position)
-        if changed := changed_numerics(checkpoint.manifest.numerics, self.numerics):
-            self.progress.say(f"WARNING: {changed}")
-
-    def _finish_restore(self) -> None:
-        """The state is in place: cut the lines of metrics.jsonl beyond it, and allow rescues."""
-        with self.ring.update():
-            pass
-        self.saves.saved = copy.copy(self.position)
-        patience_s = min(START_S, self.config.launch.hang_timeout_s / 2)  # the other ranks wait
-        self.metrics.begin(self.position.records, Patience(patience_s, self.progress.say))
-        self._first_step = self.position.step + 1
-        self._open_copies()
-        self.restored = True
-        self.startup.done("restore")
-
-    def _open_copies(self) -> None:
-        """With checkpoint.replicas: keep copies of the shards on other nodes from now on. Raises ConfigError."""
-        settings, world = self.config.checkpoint, self.group.world
-        check_replicas(settings.replicas, world.nodes)
-        if settings.replicas:
-            link = open_link(self.group, self.place)
-            patience_s = self.config.launch.hang_timeout_s / 2
-            self.copies = Copies(link, self.place, self.group.device, settings.replica_every_steps, patience_s)
-            self._closing.callback(self.copies.close)
-
-    def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        """What follows each step."""
-        step = self.position.step
-        self.progress.count(samples)
-        self.saves.due |= _is_due(step, self.config.checkpoint.every_steps)
-        if self.readback.requested:
-            self._collect_measured()
-        if ends_epoch:
-            self.flush()
-        elif step % self.config.train.log_every == 0:
-            self._request_measured()
-            if not self.reads_one_step_late:
-                self._collect_measured()
-        if step == self._first_step:  # from now on the optimiser has all of its state
-            self.saves.prepare(self._checkpoint_state())
-            self.startup.done("first step")
-            self.progress.say(f"first step after {self.startup}")
-            self.tensorboard.start()
-
-    def _end_epoch(self, record: dict[str, Any]) -> None:
-        """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
-        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
-        with self.records_lock:
-            self._write_epoch(record)
-        self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
-        self.progress.print_epoch(record)
-        self.progress.restart_clock()
-
-    def _write_epoch(self, record: dict[str, Any]) -> None:
-        """Write the epoch's line of metrics.jsonl. The caller holds `records_lock`."""
-        self.position.end_epoch(record)
-        self.metrics.append([record])
-
-    def _checkpoint_info(self) -> CheckpointInfo:
-        position = self.position
-        current = position.step in (position.validated, position.measured)
-        metrics = {name: value for name, value in position.metrics.items() if current and value is not None}
-        return CheckpointInfo(position.step, self._epoch(), position.samples, metrics, self.numerics, self._yaml)
-
-    def _checkpoint_state(self) -> dict[str, Any]:
-        return {"position": asdict(self.position), **self._state()}
-
-    def _save_last(self) -> None:
-        """Save at a stop or at the end of the run, and wait until the checkpoint is committed."""
-        self.watch.enter("saving")
-        self.saves.last = True
-        while True:
-            self.save()
-            self.saves.wait()
-            if self.saves.saved.same_place(self.position):
-                return
-            time.sleep(RETRY_LAST_S)
-
-    def _write_steps(self, measured: list[Measured]) -> None:
-        """Write the oldest pending steps to metrics.jsonl. The caller holds `records_lock`. Raises NotFinite."""
-        rate, now = round(self.progress.throughput(), 1), time.time()
-        record: dict[str, Any] = {}
-        lines: list[dict[str, Any]] = []
-        for each in measured:
-            record = self._derived(
-                {"step": each.step + 1, **self._record(each.step, each.values), "samples_per_s": rate, "time": now}
-            )
-            lines += self._with_validation(record)
-            if self.copies is not None:
-                self.copies.count(each.step + 1, self.position, self.metrics.count + len(lines))
-        self.readback.remove(len(measured))
-        if lines:
-            self.metrics.append(lines)
-            self.progress.print_step(record)
-
-    def _with_validation(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Hook: the line of a step, and that of a validation within the step if there was one."""
-        return [record]
+        return {"position": asdict(self.position), **(self.loop.state() if held is None else held.state.state)}
 
 
 def _is_due(count: int, every: int | None) -> bool:

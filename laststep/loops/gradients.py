@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -32,74 +33,86 @@ from laststep.ranks.group import Group, TreeHook, is_peer_loss
 from laststep.ranks.world import Gathered
 
 
-class Gradients(Protocol):
+class Gradients(ABC):
     """The gradients of a model, and the loss. A step calls `backward` for each micro-batch, `meet`, and `measure`.
 
-    All collectives are in the forward pass, in `backward` and in `meet`.
+    All collectives are in the forward pass, in `backward` and in `meet`. The defaults are for a model that every rank
+    has as a whole.
     """
 
-    waits_in_forward: bool  # whether a forward pass waits for the other ranks
+    waits_in_forward = False  # whether a forward pass waits for the other ranks
     parallel: nn.Module  # the model as a training step calls it
     share_sum: AddsShares
 
-    def adopt(self, optimizer: Optimizer, task: str) -> None:
+    def adopt(self, optimizer: Optimizer, task: str) -> None:  # noqa: B027 (nothing to prepare)
         """Prepare the optimiser, which `task` has made. Raises ConfigError."""
 
     @property
+    @abstractmethod
     def in_place(self) -> list[Tensor]:
         """What an update changes in its place."""
 
-    def release(self, model: nn.Module) -> None:
+    def release(self, model: nn.Module) -> None:  # noqa: B027 (it has gathered nothing)
         """Free what a validation has gathered of `model`."""
 
     def state_of(self, model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
         """The model's state_dict. May be called by any thread, at any time after the warm-up."""
+        return model.state_dict(keep_vars=keep_vars)
 
+    @abstractmethod
     def reducing(self, last: bool) -> AbstractContextManager[None]:
         """The context of a micro-batch; `last`: of the step."""
 
+    @abstractmethod
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """The backward pass of `loss`, which the scaler has `scaled`."""
+        """The backward pass of `loss`, a scalar, which the scaler has `scaled`."""
 
-    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:  # noqa: B027 (DDP has summed all)
         """What is left to learn from the other ranks before the update of `step` (from 0). A rank that has this knows
         that the gradients of the step are complete on every rank."""
 
     def gathered(self, steps: int | None) -> Gathered | None:
-        """What `meet` has learned in the last of so many steps, None: of all. None if no rank can use that."""
+        """What `meet` has learned in the last of so many steps, None: of all. None if no rank can use that: any rank
+        that has done the update can save it for all."""
+        return None
 
     def hold(self) -> Callable[[], None]:
         """Keep what `measure` will need for the step that has met. Returns what puts it back."""
+        return lambda: None
 
     def take(self, gathered: Gathered) -> bool:
         """Take what another rank has learned in `meet`, in place of the thread that waits in it for good. False if this
         rank's gradients of that step are not complete."""
+        return False
 
+    @abstractmethod
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The step's `loss` and `nonfinite`, and with optim.clip_norm the norm of the gradient, which this clips. See
-        `Learner.update`. No collectives here. What the update changes must not change before this is called."""
+        """The step's `loss` and `nonfinite`, and with optim.clip_norm the norm of the gradient, which this clips:
+        scalars, see `Learner.update`. No collectives here. What the update changes must not change before this."""
 
     def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """A state_dict of the optimiser as a checkpoint holds it."""
+        return optimizer
 
     def live(self, marked: dict[str, Any]) -> dict[str, Any]:
         """What the optimiser's part of a checkpoint can be loaded into."""
+        return marked
 
     def local(self, marked: dict[str, Any]) -> dict[str, Any]:
         """A state_dict of the optimiser as the optimiser loads it."""
+        return marked
 
+    @abstractmethod
     def end_warm_up(self) -> None:
         """Drop the loss of the warm-up."""
 
 
-class Replicated:
+class Replicated(Gradients):
     """The gradients of a model that every rank has, and the loss.
 
     A backward pass also makes the loss the gradient of a parameter, the loss tap: DDP averages it with the other
     gradients, so every rank knows the loss of every step without a further collective.
     """
-
-    waits_in_forward = False
 
     def __init__(self, model: nn.Module, group: Group, config: Config) -> None:
         """A collective."""
@@ -115,52 +128,27 @@ class Replicated:
         in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
         self._finite_check = FiniteCheck(self._loss_tap, self._parameters, in_buckets)
 
-    def adopt(self, optimizer: Optimizer, task: str) -> None:
-        """See Gradients."""
-
     @property
     def in_place(self) -> list[Tensor]:
-        """See Gradients."""
+        """The parameters."""
         return list(self._parameters)
 
-    def release(self, model: nn.Module) -> None:
-        """See Gradients."""
-
-    def state_of(self, model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
-        """See Gradients."""
-        return model.state_dict(keep_vars=keep_vars)
-
     def reducing(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """See Gradients. All micro-batches but the last keep their gradients on the rank."""
+        """All micro-batches but the last keep their gradients on the rank."""
         if last or not isinstance(self.parallel, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.parallel.no_sync()
 
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """See Gradients."""
+        """The loss becomes the gradient of the loss tap."""
         if not self._alone:
             kernels.backward(scaled, self._loss_tap, loss)
         else:  # the same, faster
             kernels.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
-    def gathered(self, steps: int | None) -> Gathered | None:
-        """See Gradients. Any rank that has done the update can save it for all."""
-        return None
-
-    def hold(self) -> Callable[[], None]:
-        """See Gradients."""
-        return lambda: None
-
-    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """See Gradients. DDP has summed the loss with the gradients."""
-
-    def take(self, gathered: Gathered) -> bool:
-        """See Gradients."""
-        return False
-
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
-        """See Gradients."""
+        """Reads the loss from the loss tap."""
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
             scaler.unscale_(optimizer)
@@ -171,14 +159,8 @@ class Replicated:
         assert loss is not None
         return {"loss": loss if self._loss_stays else loss.clone(), "nonfinite": nonfinite, **measured}
 
-    def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """See Gradients."""
-        return optimizer
-
-    live = local = marked
-
     def end_warm_up(self) -> None:
-        """See Gradients."""
+        """The loss is in the loss tap."""
         self._loss_tap.grad = None
 
 

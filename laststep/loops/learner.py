@@ -29,10 +29,10 @@ from laststep.loops.snapshot import (
     POLL_S,
     Buffers,
     Committed,
-    HeldOptimizer,
-    HeldState,
-    HeldStep,
+    HostSnapshot,
+    OptimizerSnapshot,
     Ring,
+    StepSnapshot,
     addresses,
     bytes_of,
     is_dense,
@@ -52,16 +52,20 @@ PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat1
 class Learner:
     """Everything that a step changes. `learn` and then `update` do one step."""
 
-    def __init__(self, config: Config, task: Task, group: Group, total_steps: int) -> None:
+    def __init__(
+        self, config: Config, task: Task, group: Group, total_steps: int, ring: Ring[Any] | None = None
+    ) -> None:
+        """`ring`, if any, is told where a step may begin to wait for other ranks. A collective. Raises ConfigError."""
         self.config = config
         self.task = task
         self.group = group
         self.device = group.device
         self.total_steps = total_steps
         self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
-        self.own_work_done: Callable[[], None] = lambda: None  # called where a step may begin to wait for other ranks
-        # If an update can be done again: this is called before the gradients of the next step replace its own.
-        self.await_update: Callable[[], None] | None = None
+        self.keeps_inputs = (
+            False  # whether an update can be done again: its gradients are kept until the device has done it
+        )
+        self._ring = ring
 
         self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
@@ -104,21 +108,25 @@ class Learner:
                 ends_share = number == per_share
                 last = ends_share and share == len(self._seeds) - 1
                 if waits_in_forward and share == 0 and number == 1:
-                    self.own_work_done()
+                    self._end_work()
                 with self.gradients.reducing(last):
                     loss = self._forward(self.gradients.parallel, batch)["loss"]
                     if last and not waits_in_forward:
-                        self.own_work_done()
+                        self._end_work()
                     weight = count * self._weight / samples
                     if ends_share:
                         share_sum.end_share(share)
                     self._backward(loss if weight == 1 else loss * weight)
                     share_sum.end_backward()
         self._generators.check()
-        if self.await_update is not None:
-            self.await_update()
+        if self._ring is not None and self.keeps_inputs:
+            self._ring.await_newest()  # before the gradients of this step replace its own
         self.buffers.broadcast()
         self.gradients.meet(step, self.scaler, self.optimizer)
+
+    def _end_work(self) -> None:
+        if self._ring is not None:
+            self._ring.end_work()
 
     def update(self) -> dict[str, Tensor]:
         """The update of the step. No collectives here: a rank that gets this far finishes even if a peer dies.
@@ -144,7 +152,7 @@ class Learner:
     @torch.no_grad()
     def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
         """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
-        validation batch; float64, in the order of `names`."""
+        validation batch; float64 of shape (names,), in the order of `names`."""
         if not count and not self.gradients.waits_in_forward:
             return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))
@@ -164,25 +172,40 @@ class Learner:
             if on:
                 self.gradients.release(model)
 
-    def warm_up(self, batch: Any) -> None:
+    def warm_up(self, batch: Any, val_batch: Any = None) -> None:
         """A throwaway forward and backward pass, in every attempt, before the state is restored.
 
         DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the
         order of a sum depends on the layout. Without the warm-up, a resumed run would take one step with the first
         layout that the undisturbed run took with the second. It also compiles the model and finds the names of the
-        task's metrics. Only the buffers change, and are put back. Raises ConfigError when the task returns no loss.
+        task's metrics. With a `val_batch`, a validation batch follows: an error there would else come after an epoch.
+        Only the buffers change, and are put back. Raises ConfigError for a step that does not return what it must.
         """
+        task = self.config.task
         self._generators.seed(0)
         self.train(True)
         for _ in range(2 if self.config.train.cuda_graphs else 1):  # torch records the second pass
-            names = set(output := self._forward(self.gradients.parallel, batch))
-            if "loss" not in names:
-                raise ConfigError(f"task={self.config.task}: step() must return a dict with a 'loss', not {[*output]}")
+            names = check_output(output := self._forward(self.gradients.parallel, batch), task)
+            if not output["loss"].requires_grad:
+                raise ConfigError(
+                    f"task={task}: step(): the loss does not depend on any trainable parameter of the model"
+                )
             self._backward(output["loss"])
             clear_gradients(self.optimizer)
             self.gradients.end_warm_up()
             self.buffers.commit()
         self.names = ["loss", *sorted(names - {"loss"})]
+        if val_batch is not None:
+            self.train(False)
+            self._generators.seed(0)
+            validated = check_output(self._forward(self.validated, val_batch), task, "in validation, ")
+            self.train(True)
+            if validated != names:
+                only = {"training": names - validated, "validation": validated - names}
+                found = " and ".join(
+                    f"{', '.join(sorted(which))} only in {where}" for where, which in only.items() if which
+                )
+                raise ConfigError(f"task={task}: step() returns {found}; return the same names in both")
         report_cuda_graphs(self.config.train, self.group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,10 +213,10 @@ class Learner:
         references: copy it to keep it beyond the next step."""
         return self._state_dict(self.buffers.committed, self.optimizer.state_dict())
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
-        return HeldLearner(self, on_host)
+        return LearnerSnapshot(self, on_host)
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -277,23 +300,23 @@ class Learner:
         return bool(nonfinite)
 
 
-class HeldLearner:
+class LearnerSnapshot:
     """A learner's state. Weights, average and scaler change on the device alone, each in its place."""
 
     def __init__(self, learner: Learner, on_host: Callable[[Tensor], bool]) -> None:
         self._learner = learner
         self._buffers = learner.buffers.committed
-        self._optimizer = HeldOptimizer(learner.optimizer, on_host)
+        self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
-        self._inputs = _Inputs(learner) if learner.await_update is not None else None
+        self._inputs = _Inputs(learner) if learner.keeps_inputs else None
 
     @property
     def state(self) -> dict[str, Any]:
-        """See HeldState."""
+        """The state: references."""
         return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
 
     def unchanged(self) -> bool:
-        """See HeldState."""
+        """Whether these are still the tensors of that state."""
         return self._addresses == addresses(self._learner.gradients.in_place)
 
     def put_back(self) -> bool:
@@ -358,7 +381,7 @@ class Average(AveragedModel):
         self.n_averaged += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See torch."""
+        """As torch does it; an average that is loaded is not empty."""
         result = super().load_state_dict(state_dict, strict, assign)
         self.is_empty = bool(self.n_averaged == 0)
         return result
@@ -502,11 +525,11 @@ class LateUpdate:
     that is not fused allocates, for which a driver may wait for the device. The rescue's deadline ends that.
     """
 
-    def __init__(self, learner: Learner, order: Order, ring: Ring[HeldStep], queue: DeviceQueue) -> None:
+    def __init__(self, learner: Learner, order: Order, ring: Ring[StepSnapshot], queue: DeviceQueue) -> None:
         self.tried = False
         self._learner, self._order, self._ring, self._queue = learner, order, ring, queue
         if queue.runs_ahead:
-            learner.await_update = ring.await_newest
+            learner.keeps_inputs = True
 
     @staticmethod
     def helps(learner: Learner, queue: DeviceQueue) -> bool:
@@ -540,7 +563,7 @@ class LateUpdate:
     def _update(self, gathered: Gathered) -> Mapping[str, Tensor] | None:
         held = self._ring.held
         if held is not None:
-            assert isinstance(held.state, HeldLearner)
+            assert isinstance(held.state, LearnerSnapshot)
             if not held.state.put_back():
                 return None
         if not self._learner.gradients.take(gathered):
@@ -556,3 +579,22 @@ class LateUpdate:
             if run_time() > deadline:
                 raise TimeoutError(f"the device has not done the update within {DEVICE_S:.0f} s")
             time.sleep(POLL_S)
+
+
+def check_output(output: Any, task: str, when: str = "") -> set[str]:
+    """The names of what a Task's step has returned. Raises ConfigError unless that is a dict of tensors of one element
+    with a "loss"; `when` begins its message."""
+    says = f"task={task}: step(){', ' + when.rstrip(', ') if when else ''}"
+    if not isinstance(output, Mapping):
+        kind = type(output).__name__
+        raise ConfigError(f'{says}: must return a dict with a "loss", such as {{"loss": loss}}, not a {kind}')
+    if "loss" not in output:
+        raise ConfigError(f"{says}: must return a dict with a 'loss', not {[*output]}")
+    for name, value in output.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{says}: {name!r} is of type {type(value).__name__}; return a tensor of one element, without .item()"
+            )
+        if value.numel() != 1:
+            raise ConfigError(f"{says}: {name!r} has shape {tuple(value.shape)}; return its mean, {name}.mean()")
+    return set(output)

@@ -1,7 +1,7 @@
 """The rules of a custom training loop, docs/custom-loops.md: what is checked while it trains, and what to write instead
 where it is used in a way that could not be resumed.
 
-`TurnChecks` watches the first steps, with `Unregistered`; `Modes` compares an attempt with the one before. The texts
+`StepChecks` watches the first steps, with `Unregistered`; `Modes` compares an attempt with the one before. The texts
 come last.
 """
 
@@ -171,7 +171,7 @@ def of_state(step: int, difference: str) -> str:
 MOST_OBJECTS = 2_000_000  # that may be looked at: a tenth of a second
 
 
-class TurnChecks:
+class StepChecks:
     """Checks that a turn of a custom training loop, one iteration of run.steps(...), is one step: it makes the update
     of what it has drawn itself.
 

@@ -8,9 +8,7 @@ import os
 import random
 import signal
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -20,27 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.shards import is_distributed
-from laststep.loops.custom_loop import CustomLoop, Phase
-from laststep.loops.engine import AttemptContext
 from laststep.loops.registered import PLAIN, digest, digests, leaves_of
-from laststep.loops.task_loop import TaskLoop
 from laststep.ranks.stop import Stop
+from laststep.ranks.world import World
 from laststep.records.probes import ProbedStep, ProbeFile, ProbePlan, Strike, Variable
-from laststep.task import Task
+from laststep.rundir import RunDir
 
 
 class Probe:
     """Follows one loop. It changes nothing of what the loop computes."""
 
-    def __init__(self, context: AttemptContext, plan: ProbePlan, state: Callable[[], Any]) -> None:
-        """`state` returns what a checkpoint would hold now."""
-        world = context.group.world
+    def __init__(self, plan: ProbePlan, run: RunDir, world: World, stop: Stop) -> None:
         self.variables = Variables()
-        self._plan, self._state = plan, state
+        self._plan = plan
         self._rank, self._attempt = world.rank, world.number or 0
-        self._stop: Stop = context.stop
-        self._file = ProbeFile(context.run, world.rank)
+        self._stop = stop
+        self._file = ProbeFile(run, world.rank)
         self._begun: ProbedStep | None = None  # the step under way
         self._validated = 0  # batches since the last step
 
@@ -72,15 +67,32 @@ class Probe:
         elif self._plan.ends_in(step, epoch, step_of_epoch):
             self._strike(Strike(signal.SIGTERM.name, 0, step))
 
+    def watch_registered(self, objects: Iterable[Any], watched: Iterable[Any]) -> None:
+        """Watch these models and optimisers, the ones in the wrappers that a function has registered."""
+        for each in objects:
+            self.variables.leave_out(each)
+        for each in watched:
+            self.watch(each)
+
+    def begin_custom_step(self, position: Position, batch: Any) -> None:
+        """As `begin_step`, after this position of a custom loop; called from the function."""
+        variables = self.variables.of_callers()
+        self.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
+
+    def noting(self, shares: Iterator[Any]) -> Iterator[Any]:
+        """These shares of the batch of the step under way."""
+        for share in shares:
+            self.note_share(share)
+            yield share
+
     def note_share(self, batch: Any) -> None:
         """The step under way has this part of its batch."""
         if self._begun is not None:
             self._begun["batch"] = digest((self._begun["batch"], batch))
 
-    def end_step(self) -> None:
-        """The step is done."""
+    def end_step(self, state: Any) -> None:
+        """The step is done; `state` is what a checkpoint would hold now."""
         if self._begun is not None:
-            state = self._state()
             self._begun["state"] = digests(state)
             self._begun["rows"] = [name for name, leaf in leaves_of(state) if is_distributed(leaf)]
             self._file.write(self._begun)
@@ -115,90 +127,6 @@ class Probe:
             self._begun["updates"] += 1
 
 
-def make_probed_loop(
-    task: type[Task] | Callable[..., Any], context: AttemptContext, plan: ProbePlan
-) -> TaskLoop | CustomLoop:
-    """The loop around a Task or a function, with a probe that follows `plan`."""
-    if isinstance(task, type):
-        return ProbedTaskLoop(task, context, plan)
-    return ProbedCustomLoop(task, context, plan)
-
-
-class ProbedTaskLoop(TaskLoop):
-    """The loop around a Task, with a probe."""
-
-    def __init__(self, task: type[Task], context: AttemptContext, plan: ProbePlan) -> None:
-        super().__init__(task, context)
-        self.probe = Probe(context, plan, self._state)
-        self.probe.variables.leave_out(self.learner.model)
-        if not self.config.train.compile:  # the probe would be compiled too
-            self.probe.watch(self.learner.gradients.parallel)
-        self.probe.watch(self.learner.optimizer)
-
-    def _step(self, batches: Iterator[Any]) -> None:
-        step = self.position.step
-        micro_batches = list(islice(batches, self.micro_batches))
-        of_epoch = step % self.order.steps_per_epoch
-        variables = self.probe.variables.of_object("self", self.task)
-        self.probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)
-        super()._step(iter(micro_batches))
-
-    def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        super()._step_done(samples, ends_epoch)
-        self.probe.end_step()
-
-    def _begin_validation_batch(self) -> bool:
-        begins = super()._begin_validation_batch()
-        if begins:
-            self.probe.begin_validation_batch(self.position.step)
-        return begins
-
-
-class ProbedCustomLoop(CustomLoop):
-    """The loop around a user's function, with a probe."""
-
-    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, plan: ProbePlan) -> None:
-        super().__init__(function, context)
-        self.probe = Probe(context, plan, self._state)
-
-    def register(self, objects: Mapping[str, Any], *words: Any, **more: Any) -> None:
-        """Watch the registered objects, too: the optimisers in their wrappers."""
-        super().register(objects, *words, **more)
-        registered = self._held.registered
-        assert registered is not None
-        for each in objects.values():
-            self.probe.variables.leave_out(each)
-        for watched in (*registered.modules, *registered.optimizers):
-            self.probe.watch(watched)
-
-    def steps(self, *words: Any, **more: Any) -> Iterator[Any]:
-        """The batches of the steps, each of which the probe follows."""
-        with closing(super().steps(*words, **more)) as batches:  # type: ignore[type-var]
-            for batch in batches:
-                position, variables = self.position, self.probe.variables.of_callers()
-                self.probe.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
-                yield batch
-
-    def share_batches(self, batch: Any) -> Iterator[Any]:
-        """The shares of a batch, which the probe follows too."""
-        for share in super().share_batches(batch):
-            if self.shares.total:
-                self.probe.note_share(share)
-            yield share
-
-    def validation(self, *words: Any, **more: Any) -> Iterator[Any]:
-        """The batches of a validation, each of which the probe follows."""
-        with closing(super().validation(*words, **more)) as batches:  # type: ignore[type-var]
-            for batch in batches:
-                if self.phase not in (Phase.SETUP, Phase.READY):  # one before the first step follows no step
-                    self.probe.begin_validation_batch(self.position.step)
-                yield batch
-
-    def _step_done(self, samples: int, ends_epoch: bool) -> None:
-        super()._step_done(samples, ends_epoch)
-        self.probe.end_step()
-
-
 LASTSTEP = str(Path(__file__).resolve().parent.parent)
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 MOST_BYTES = 1 << 24  # larger tensors are data sets, as a rule, and take long
@@ -224,7 +152,7 @@ class Variables:
         """The variables of the user's functions on the stack, and the global ones that these functions use."""
         self._begin()
         frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_name != "_train":  # of the custom loop, which calls the function
+        while frame is not None and frame.f_code.co_name != "_call_function":  # of the custom loop
             if _is_users(frame.f_code.co_filename):
                 self._walk_frame(frame)
             frame = frame.f_back

@@ -22,15 +22,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laststep import compat
-from laststep.checkpoint.manager import CheckpointManager
 from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.compat import sharding
 from laststep.config.errors import ConfigError
-from laststep.loops.snapshot import Buffers, Committed, HeldOptimizer, HeldState, addresses
+from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
-from laststep.ranks.device import changed_numerics
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 
@@ -150,10 +148,10 @@ class Registered:
         """The state of the last finished step; after the first update of a step, a mixture. References."""
         return self._state(self.buffers.committed, self._copies)
 
-    def hold(self, on_host: Callable[[Tensor], bool]) -> HeldState:
-        """What the host holds of the state now, see `HeldState`; the CPU itself changes the tensors that `on_host`
+    def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
+        """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
-        return _HeldRegistered(self, on_host)
+        return _RegisteredSnapshot(self, on_host)
 
     def restore(self, checkpoint: SharedCheckpoint, advance: Callable[[], None], last: bool) -> None:
         """Load what `state` returned, see `SharedCheckpoint.load`. A collective. Raises ConfigError when it does not
@@ -228,17 +226,17 @@ class Registered:
         return found
 
 
-class _HeldRegistered:
+class _RegisteredSnapshot:
     """The state of registered objects. Weights and scalers change on the device alone, each in its place."""
 
     def __init__(self, registered: Registered, on_host: Callable[[Tensor], bool]) -> None:
         self._registered = registered
         self._buffers, self._copies = registered.buffers.committed, dict(registered._copies)
-        self._optimizers: dict[str, HeldOptimizer] = {}
+        self._optimizers: dict[str, OptimizerSnapshot] = {}
         self._addresses = registered._addresses()
         for name, item in registered.objects.items():
             if isinstance(item, Optimizer):
-                self._optimizers[name] = HeldOptimizer(item, on_host)
+                self._optimizers[name] = OptimizerSnapshot(item, on_host)
             elif isinstance(item, LRScheduler):
                 self._copies[name] = copy.deepcopy(item.state_dict())
 
@@ -392,22 +390,6 @@ def _place_of(name: str, tensor: DTensor, group: Group) -> ShardPlace:
         )
     rank = group.world.rank
     return ShardPlace(rank % shards, shards, rank // shards, size // shards)
-
-
-def hold_shard(
-    place: ShardPlace,
-    saves: CheckpointManager,
-    numerics: dict[str, str | int],
-    checkpoint: SharedCheckpoint | None,
-    say: Callable[[str], None],
-) -> None:
-    """From now on this rank saves that shard of the state. Notes in `numerics` how the state is sharded, and warns if
-    the steps of the checkpoint were computed in another way."""
-    saves.hold(place)
-    if place.shards > 1:
-        numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
-    if checkpoint is not None and (changed := changed_numerics(checkpoint.manifest.numerics, numerics)):
-        say(f"WARNING: {changed}")
 
 
 def check_sharded(name: str, registered: Any) -> None:

@@ -8,16 +8,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
-
+from laststep.config.args import checked_args, free_args
 from laststep.config.checks import check_no_sharding
 from laststep.config.config import Config
-from laststep.config.errors import ConfigError, first_line, nearest
-from laststep.config.keys import escaped, leaves
+from laststep.config.errors import ConfigError
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
 from laststep.loops.custom_loop import CustomLoop, Framework
 from laststep.loops.engine import AttemptContext
@@ -86,7 +82,7 @@ class Run:
     @property
     def step(self) -> int:
         """Finished steps, counted from the start of the run."""
-        return self._loop.position.step
+        return self._loop.engine.position.step
 
     def loader(
         self,
@@ -241,17 +237,6 @@ def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> C
     return CustomLoop(called_with_run(function, context.config), context)
 
 
-class FreeArgs(SimpleNamespace):
-    """The settings as attributes: args.lr."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise MissingArg(f"args.{name}: not set; give it a value, as in args.{name}=1")
-
-
-class MissingArg(ConfigError, AttributeError):
-    """A setting that the function reads is not set. An AttributeError, so that getattr(args, name, default) works."""
-
-
 def user_args(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, bool]:
     """The settings for this function, and whether it takes them as its second argument.
 
@@ -261,12 +246,8 @@ def user_args(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[A
     parameter = args_parameter(function)
     annotation = None if parameter is None else _resolved(function, parameter)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return _checked(annotation, given), True
-    return _free(given), parameter is not None
-
-
-def _free(given: Mapping[str, Any]) -> FreeArgs:
-    return FreeArgs(**{name: _free(value) if isinstance(value, dict) else value for name, value in given.items()})
+        return checked_args(annotation, given), True
+    return free_args(given), parameter is not None
 
 
 def _resolved(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
@@ -283,34 +264,3 @@ def _resolved(function: Callable[..., Any], parameter: inspect.Parameter) -> Any
             f"def {function.__name__}(run, args: {parameter.annotation}): its module has no such class when it is run; "
             "import it there, outside `if TYPE_CHECKING`"
         ) from None
-
-
-def _checked(schema: type, given: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass with these values. Raises ConfigError."""
-    try:
-        tree = OmegaConf.structured(schema)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"args: {schema.__name__} cannot hold settings: {first_line(error)}") from None
-    _thaw(tree)
-    for key, value in leaves(given):
-        try:
-            OmegaConf.update(tree, key, escaped(value))
-        except ConfigAttributeError:
-            names = [name for name, _ in leaves(OmegaConf.to_container(tree))]
-            raise ConfigError(f"args.{key}: {schema.__name__} has no such field; {nearest(key, names)}") from None
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"args.{key}={value}: {first_line(error)}") from None
-    try:
-        return OmegaConf.to_object(tree)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"args.{error.full_key}: not set, and {schema.__name__} has no default for it") from None
-    except Exception as error:  # the dataclass's own check, in __post_init__
-        raise ConfigError(f"args: {schema.__name__} refuses them: {first_line(error)}") from None
-
-
-def _thaw(tree: Any) -> None:
-    """Let the fields be set for now, of frozen dataclasses too."""
-    OmegaConf.set_readonly(tree, False)
-    for name in tree:
-        if not OmegaConf.is_missing(tree, name) and isinstance(tree[name], DictConfig):
-            _thaw(tree[name])

@@ -24,7 +24,7 @@ from laststep.compat import sharding
 from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
-from laststep.loops.gradients import repeated_blocks
+from laststep.loops.gradients import Gradients, repeated_blocks
 from laststep.loops.shares import AddsShares, ShareSum, in_order, shares_of, team_of
 from laststep.optim.build import needs_other_rows
 from laststep.ranks.group import BucketSum, Group, make_mesh, replica_group, tree_sum
@@ -35,7 +35,7 @@ from laststep.task import Task
 NORM_SUFFICES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-class Sharded:
+class Sharded(Gradients):
     """The gradients of a model that FSDP2 has sharded, and the loss; the counterpart of `Replicated`.
 
     No rank has the gradient as a whole. So at the end of each step the ranks gather three numbers of each: its loss,
@@ -62,45 +62,56 @@ class Sharded:
         self._exact: ExactSquare | None = None
         self.share_sum: AddsShares = ShareSum([], 1)
         if self._in_shares:
-            self.share_sum = turn_sums(model, config, group, place)
+            self.share_sum = sharded_share_sum(model, config, group, place)
             if self._clip_norm is not None:
                 self._exact = ExactSquare(sum(map(len, self._parameters)), group.device)
 
     def adopt(self, optimizer: Optimizer, task: str) -> None:
-        """See Gradients."""
+        """The optimiser updates the rows of this rank, in place of its sharded parameters, see `Rows`."""
         self._rows = Rows(optimizer, task, fill=self._in_shares and self._group.device.type == "cpu")
-        self.marked, self.live, self.local = self._rows.marked, self._rows.live, self._rows.local
+
+    def marked(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """Tensors that are rows say so."""
+        return self._rows.marked(optimizer)
+
+    def live(self, marked: dict[str, Any]) -> dict[str, Any]:
+        """With what the optimiser makes only in its first step."""
+        return self._rows.live(marked)
+
+    def local(self, marked: dict[str, Any]) -> dict[str, Any]:
+        """The opposite of `marked`."""
+        return self._rows.local(marked)
 
     @property
     def in_place(self) -> list[Tensor]:
-        """See Gradients."""
+        """The rows of this rank."""
         return list(self._rows.own)
 
     def release(self, model: nn.Module) -> None:
-        """See Gradients. FSDP2 keeps what a model's root has gathered until a backward pass has used it."""
+        """FSDP2 keeps what a model's root has gathered until a backward pass has used it."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def state_of(self, model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
-        """See Gradients. It is made once: FSDP2 would free gathered weights, perhaps in the middle of a step."""
+        """It is made once: FSDP2 would free gathered weights, perhaps in the middle of a step."""
         if id(model) not in self._states:
             self._states[id(model)] = model.state_dict(keep_vars=keep_vars)
         return copy.copy(self._states[id(model)])
 
     def reducing(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """See Gradients. Each micro-batch reduces its gradients: a rank has no memory for all of them."""
+        """Each micro-batch reduces its gradients: a rank has no memory for all of them."""
         return contextlib.nullcontext()
 
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """See Gradients."""
+        """FSDP2 reduces the gradients block by block; the loss waits for `meet`."""
         scaled.backward()
         if self._losses and not self._in_shares:
             loss = self._losses.pop() + loss
         self._losses.append(loss)
 
     def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """See Gradients. Also unscales the gradients."""
+        """Gathers three numbers of each rank, and unscales the gradients."""
         self._gradients = gradients = self._rows.take_gradients()
         found = torch.zeros((), device=self._group.device)
         if scaler.is_enabled() or self._clip_norm is None or not self._norm_suffices:
@@ -117,7 +128,7 @@ class Sharded:
         self._note(step, self._add(self._gather(mine), losses))
 
     def _gather(self, mine: Tensor) -> Tensor:
-        """The numbers of all ranks, a row for each."""
+        """The numbers of all ranks, (ranks, numbers), of this rank's, (numbers,)."""
         everyone = mine.new_empty(self._group.world.size * len(mine))
         compat.all_gather_single(everyone, mine)
         return everyone.view(-1, len(mine))
@@ -126,7 +137,7 @@ class Sharded:
         self._met = {known: values for known, values in self._met.items() if known == step - 1} | {step: met}
 
     def gathered(self, steps: int | None) -> Gathered | None:
-        """See Gradients."""
+        """The three numbers of that step."""
         met = self._met
         step = max(met, default=-1) if steps is None else steps - 1
         if step not in met:
@@ -134,7 +145,7 @@ class Sharded:
         return Gathered(step + 1, tuple(value.hex() for value in met[step].tolist()))
 
     def hold(self) -> Callable[[], None]:
-        """See Gradients."""
+        """The gradients of the rows."""
         reduced, gradients = self._reduced, self._gradients
         of_rows = [rows.grad for rows in self._rows.own]
 
@@ -146,7 +157,7 @@ class Sharded:
         return put_back
 
     def take(self, gathered: Gathered) -> bool:
-        """See Gradients."""
+        """This rank's rows have their gradients, and the three numbers are the same on every rank."""
         step = gathered.step - 1
         if self._reduced != step:
             return False
@@ -163,7 +174,8 @@ class Sharded:
         return nn.utils.get_total_norm(gradients).double().square().view(1)
 
     def _add(self, ranks: Tensor, losses: int) -> Tensor:
-        """What all ranks have found, of a row for each, which begins with this many losses."""
+        """What all ranks have found, (3,): the mean loss, how many have a nonfinite gradient, and the squared norm.
+        `ranks`, (ranks, numbers), has a row for each, which begins with this many losses."""
         world, shards = self._group.world, self._place.shards  # each replica has all of the gradient
         if not self._in_shares:
             met = torch.cat([ranks[:, :2].sum(0), ranks[:shards, 2:].sum(0)])
@@ -175,7 +187,7 @@ class Sharded:
         return torch.stack([loss.double(), ranks[:, losses].sum(), total])
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
-        """See Gradients."""
+        """Clips by the norm that `meet` has found."""
         met = self._met[self._reduced]
         gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
@@ -192,7 +204,7 @@ class Sharded:
         return {"loss": loss, "nonfinite": bad.float(), **measured}
 
     def end_warm_up(self) -> None:
-        """See Gradients. From here on FSDP2 leaves each shard where it is in memory."""
+        """From here on FSDP2 leaves each shard where it is in memory."""
         self._losses = []
         for parameter in self._parameters:
             parameter.grad = None
@@ -205,16 +217,16 @@ UNEQUAL = (
 )
 
 
-def turn_sums(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> TurnSums:
+def sharded_share_sum(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> ShardedShareSum:
     """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
     turns, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
     replicas = None
     if place.replicas > 1:
         replicas = replica_group(place)
-    return TurnSums(model, turns, team, replicas)
+    return ShardedShareSum(model, turns, team, replicas)
 
 
-class TurnSums:
+class ShardedShareSum:
     """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
     counterpart of `ShareSum` under FSDP2.
 
@@ -345,7 +357,7 @@ class ExactSquare:
         return torch.stack(sums)
 
     def total(self, ranks: Tensor) -> Tensor:
-        """The sum of all squares, not finite if a gradient is not. `ranks` has a row for each rank."""
+        """The sum of all squares, not finite if a gradient is not. `ranks` is (ranks, 1 + windows)."""
         top = ranks[:, 0].amax()
         window = (top - ranks[:, :1]) + torch.arange(WINDOWS, device=ranks.device)  # counted from the highest of all
         total = torch.zeros_like(top)

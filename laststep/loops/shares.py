@@ -41,7 +41,7 @@ def team_of(train: Train, world: World) -> int:
 
 
 def in_order(rows: Tensor, train: Train, world: World) -> Tensor:
-    """One row for each share, in their order, of rows for each share of each rank."""
+    """`rows` for each share of each rank, (ranks, shares of a rank, ...), in the order of the shares: (shares, ...)."""
     each, team = rows.shape[1], team_of(train, world)
     return rows.view(-1, team, each, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
 
@@ -94,12 +94,12 @@ class ShareSum(PartialSums):
                 parameter.register_post_accumulate_grad_hook(self._complete)
 
     def end_share(self, share: int) -> None:
-        """See AddsShares."""
+        """The next backward pass is the last one of this share, counted from 0 on this rank."""
         if self._levels:
             self._share, self._left = share, set(self._parameters)
 
     def end_backward(self) -> None:
-        """See AddsShares. Completes the parameters that the last backward pass of a share has not reached."""
+        """Complete the parameters that the last backward pass of a share has not reached."""
         for parameter in tuple(self._left):
             self._complete(parameter)
 

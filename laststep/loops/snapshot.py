@@ -1,7 +1,7 @@
 """Which state can be saved at this moment, while training moves on.
 
 * `Ring`: the newest state that is whole in the device's memory, and what the host held of it.
-* `HeldOptimizer`, `HeldState`: the host's part of a state, to be read later.
+* `OptimizerSnapshot`, `HostSnapshot`: the host's part of a state, to be read later.
 * `Buffers`: the model's buffers, the same on every rank after every step, as the last step left them.
 * `Copies`: copies of shards in host memory, on this node and another.
 
@@ -252,7 +252,7 @@ class Ring(Generic[Held]):
         return self._slots[number % SLOTS]
 
 
-class HeldState(Protocol):
+class HostSnapshot(Protocol):
     """What the host holds of a state. The contents of tensors on the device are not copied."""
 
     @property
@@ -264,11 +264,11 @@ class HeldState(Protocol):
 
 
 @dataclass(frozen=True)
-class HeldStep:
+class StepSnapshot:
     """What the host held of a step's state before the next update."""
 
     position: Position
-    state: HeldState
+    state: HostSnapshot
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -276,7 +276,7 @@ def addresses(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-class HeldOptimizer:
+class OptimizerSnapshot:
     """An optimiser's state: its rates, its counters, and which tensors it uses. Adam's `step` may be on the CPU: then
     it is copied."""
 
@@ -527,7 +527,7 @@ class Buffers:
     def __init__(self, model: nn.Module, group: Group, *more: Tensor) -> None:
         """The buffers of `model`, and `more` tensors to treat like buffers."""
         dense = [buffer for buffer in (*model.buffers(), *more) if is_dense(buffer)]
-        self._homes = Homes(model, dense)
+        self._memory = BufferMemory(model, dense)
         # Such as the counter of torch's AveragedModel, on the CPU. NCCL could not send it; it is the same on all ranks.
         self._elsewhere = [buffer for buffer in dense if buffer.device.type != group.device.type]
         dense = [buffer for buffer in dense if buffer.device.type == group.device.type]
@@ -549,7 +549,7 @@ class Buffers:
 
     def copy(self) -> Committed:
         """A copy of the live buffers, which is not committed."""
-        self._homes.bring_back()
+        self._memory.bring_back()
         return Committed(self._gather(), [buffer.clone() for buffer in self._elsewhere])
 
     def broadcast(self) -> None:
@@ -566,14 +566,14 @@ class Buffers:
         """What is in the live buffers now will be broadcast, unless that has been said since the last `broadcast`. This
         does not hold for the tensors that are only treated like buffers."""
         if self._live and not self._captured:
-            self._homes.bring_back()
+            self._memory.bring_back()
             self.received, self._captured = self._gather(), True
 
     def rewind(self, start: Committed | None = None) -> None:
         """Put the buffers `start` back into the live ones, None: the committed ones; what was there at the first call
         will be broadcast."""
         self.capture()
-        self._homes.bring_back()
+        self._memory.bring_back()
         start = start or self.committed
         if self._live:
             parts = list(start.row.split(self._sizes))
@@ -589,7 +589,7 @@ class Buffers:
         Where `nonfinite` (a scalar on the device) is not 0, the last committed ones stay instead. Before any
         `broadcast` this restores the live buffers to how they were at the start.
         """
-        self._homes.bring_back()
+        self._memory.bring_back()
         if self._live:
             row = self.received
             if nonfinite is not None:
@@ -607,7 +607,7 @@ class Buffers:
         ]
         live = (*self._live, *self._elsewhere)
         values = {id(buffer): value for buffer, value in zip(live, (*parts, *committed.elsewhere))}
-        named = {path: values[id(home)] for path, home in self._homes.paths}
+        named = {path: values[id(buffer)] for path, buffer in self._memory.named}
         return {name: named.get(prefix + name, values.get(id(value), value)).detach() for name, value in state.items()}
 
     def _gather(self) -> Tensor:
@@ -625,24 +625,24 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-class _Place(NamedTuple):
+class _BufferSlot(NamedTuple):
     """One buffer of one module."""
 
-    buffers: dict[str, Tensor | None]  # the module's, by name
+    module_buffers: dict[str, Tensor | None]  # the module's, by name
     name: str
     path: str  # the name in the whole model
-    home: Tensor  # the buffer
+    buffer: Tensor
     memory: Tensor  # the same memory, whatever becomes of the buffer
     address: int
 
     @property
     def now(self) -> Tensor | None:
         """What the module has there."""
-        return self.buffers[self.name] if self.name in self.buffers else None  # noqa: SIM401 (TorchScript has no get)
+        return self.module_buffers[self.name] if self.name in self.module_buffers else None  # noqa: SIM401 (TorchScript has no get)
 
 
-class Homes:
-    """The buffers of a model that a checkpoint holds, of which others know the memory: where it is, and how large.
+class BufferMemory:
+    """The buffers of a model that a checkpoint holds, whose addresses and sizes other code caches.
 
     A forward pass may put another tensor in the place of a buffer, as `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`
     does.
@@ -651,58 +651,56 @@ class Homes:
     def __init__(self, model: nn.Module, buffers: Collection[Tensor]) -> None:
         """`buffers` are those to look after."""
         known = {id(buffer) for buffer in buffers}
-        self._places: list[_Place] = []
+        self._slots: list[_BufferSlot] = []
         for path, module in model.named_modules():
             named = compat.buffers_of(module)
             for name in compat.saved_buffers(module):
                 buffer = named[name]
                 if buffer is not None and id(buffer) in known:
                     whole = f"{path}.{name}" if path else name
-                    self._places.append(_Place(named, name, whole, buffer, buffer.detach(), buffer.data_ptr()))
-        counts = Counter(id(place.home) for place in self._places)
-        self._shared = {home for home, count in counts.items() if count > 1}
+                    self._slots.append(_BufferSlot(named, name, whole, buffer, buffer.detach(), buffer.data_ptr()))
+        counts = Counter(id(slot.buffer) for slot in self._slots)
+        self._shared = {buffer for buffer, count in counts.items() if count > 1}
 
     def bring_back(self) -> None:
         """Copy what has taken a buffer's place to where the buffer was, and put the buffer back. Raises ConfigError if
         it is of another size."""
         replaced = [
-            (place, now)
-            for place in self._places
-            if (now := place.now) is not place.home
-            or now.data_ptr() != place.address
-            or now.shape != place.memory.shape
+            (slot, now)
+            for slot in self._slots
+            if (now := slot.now) is not slot.buffer or now.data_ptr() != slot.address or now.shape != slot.memory.shape
         ]
         if replaced:
-            self._bring_back([(place, now) for place, now in replaced if not _is_moved(place, now)])
+            self._bring_back([(slot, now) for slot, now in replaced if not _is_moved(slot, now)])
 
     @property
-    def paths(self) -> list[tuple[str, Tensor]]:
+    def named(self) -> list[tuple[str, Tensor]]:
         """The name in the whole model of each buffer, and that buffer."""
-        return [(place.path, place.home) for place in self._places]
+        return [(slot.path, slot.buffer) for slot in self._slots]
 
     @torch.no_grad()
-    def _bring_back(self, replaced: list[tuple[_Place, Tensor | None]]) -> None:
+    def _bring_back(self, replaced: list[tuple[_BufferSlot, Tensor | None]]) -> None:
         values = []
-        for place, now in replaced:
-            if now is None or now.shape != place.memory.shape:
+        for slot, now in replaced:
+            if now is None or now.shape != slot.memory.shape:
                 became = "None" if now is None else f"of shape {tuple(now.shape)}"
                 raise ConfigError(
-                    f"the model's buffer {place.path} was of shape {tuple(place.memory.shape)}, and a step has made it "
+                    f"the model's buffer {slot.path} was of shape {tuple(slot.memory.shape)}, and a step has made it "
                     f"{became}, which no checkpoint can follow; give it its final shape before training"
                 )
-            if id(place.home) in self._shared:
+            if id(slot.buffer) in self._shared:
                 raise ConfigError(
-                    f"the model's buffer {place.path} is one tensor with another buffer, and a step has replaced it; "
+                    f"the model's buffer {slot.path} is one tensor with another buffer, and a step has replaced it; "
                     "change it in place (copy_), or give each its own"
                 )
             values.append(now.clone())  # one buffer may have taken the tensor of another
-        for (place, _), value in zip(replaced, values):
-            place.memory.copy_(value)
-            place.buffers[place.name] = place.home
-            if place.home.data_ptr() != place.address:
-                place.home.data = place.memory
+        for (slot, _), value in zip(replaced, values):
+            slot.memory.copy_(value)
+            slot.module_buffers[slot.name] = slot.buffer
+            if slot.buffer.data_ptr() != slot.address:
+                slot.buffer.data = slot.memory
 
 
-def _is_moved(place: _Place, now: Tensor | None) -> bool:
+def _is_moved(slot: _BufferSlot, now: Tensor | None) -> bool:
     """Whether the whole model is elsewhere, as Lightning moves it to the CPU at its end: no step did that."""
-    return now is not None and now.device != place.memory.device
+    return now is not None and now.device != slot.memory.device

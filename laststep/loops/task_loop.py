@@ -1,10 +1,17 @@
-"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop."""
+"""The ready-made loop: trains a Task from its newest checkpoint to the end of the run, or to a stop.
+
+In order: a warm-up, the checkpoint or model.weights; then, until the last step, a validation where an epoch has ended,
+a save where one is due, the agreement that no rank stops here, and a step (`TaskLoop._steps`). Besides: the data sets,
+`Validation`, and `evaluate`, which validates a checkpoint outside of any attempt.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,65 +20,74 @@ from torch.utils.data import Dataset
 
 from laststep import compat
 from laststep.checkpoint.export import Weights
+from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import FOR_A_TASK, GivenKeys
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.engine import AttemptContext, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.initial_weights import fit, read_initial_weights
 from laststep.loops.learner import LateUpdate, Learner
 from laststep.loops.measured import finite
+from laststep.loops.probe import Probe
 from laststep.loops.shares import in_order, shares_of
-from laststep.loops.snapshot import HeldState
+from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
-from laststep.records.plan import check_fingerprint, write_fingerprint
+from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
 from laststep.say import counted
-from laststep.task import Task, find_task
+from laststep.task import Task, find_task, make_task
 
 
 class TaskLoop(Loop):
     """Trains a Task: steps and, after each epoch, a validation."""
 
     def __init__(self, task: type[Task], context: AttemptContext) -> None:
-        super().__init__(context)
-        config, group = self.config, self.group
+        self.config, self.group = config, group = context.config, context.group
+        self.engine = engine = Engine(context, self)
+        self.rank, self.size = engine.rank, engine.size
         check_size(config.train.shares, self.size)
         world = group.world
         check_shards(config.train, world.nodes, world.size // world.nodes, world.hosts)
         check_batch(config.train.batch_size, [self.size], config.train.accumulate, config.train.shares)
 
-        self.watch.enter("preparing data")
+        engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self.task = task(config)
+        self._given = GivenKeys(config.task, read_given(context.run.given), FOR_A_TASK)
+        self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
-        self.train_set, val_set, counts = open_datasets(config, self.task, group)
+        datasets = open_datasets(config, self.task, group)
+        self.train_set, self._val_set = datasets.train, datasets.val
         train = config.train
-        self.order = Order.of(counts[0], train.batch_size, config.seed, train.epoch_samples)
+        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        self._announce_length(self.total_steps, config.train.batch_size)
+        engine.announce_length(self.total_steps, config.train.batch_size)
 
-        self.learner = Learner(config, self.task, group, self.total_steps)
-        self.place = self.learner.place
-        if LateUpdate.helps(self.learner, self.queue):
-            self.late_update = LateUpdate(self.learner, self.order, self.ring, self.queue)
-        self.saves.hold(self.place)
+        self.learner = Learner(config, self.task, group, self.total_steps, engine.ring)
+        if LateUpdate.helps(self.learner, engine.queue):
+            engine.late_update = LateUpdate(self.learner, self.order, engine.ring, engine.queue)
+        engine.hold_shard(self.learner.place)
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
-        self.validation = Validation(config, val_set, counts[1], self.loading, group)
+        self.validation = Validation(config, datasets, self.loading, group)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
-        self.learner.own_work_done = self.ring.end_work
-        self.watch.measure(lambda: self.ring.busy_s)
-        self.startup.done("data and model")
+        engine.watch.measure(lambda: engine.ring.busy_s)
+        if (probe := engine.probe) is not None:
+            probe.variables.leave_out(self.learner.model)
+            if not config.train.compile:  # the probe would be compiled too
+                probe.watch(self.learner.gradients.parallel)
+            probe.watch(self.learner.optimizer)
+        engine.startup.done("data and model")
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Warm up, then load the checkpoint; None: keep the initial state."""
@@ -79,23 +95,30 @@ class TaskLoop(Loop):
         train = self.config.train
         starts_anew = checkpoint is None and self.config.model.weights is not None
         initial = self._read_initial_weights() if starts_anew else None
-        self.watch.enter("warming up")
+        self.engine.watch.enter("warming up")
         if train.compile:
-            compat.on_compiling(self.watch.compiling)
+            compat.on_compiling(self.engine.watch.compiling)
         micro_batch = train.batch_size // (self.size * self.micro_batches)
-        self.learner.warm_up(self.loading.warm_up_batch(self.train_set, self.config.seed, micro_batch))
-        self.startup.done("warm-up")
-        self.watch.enter("restoring")
+        seed = self.config.seed
+        self.learner.warm_up(
+            self.loading.warm_up_batch(self.train_set, seed, micro_batch),
+            self.loading.warm_up_batch(self._val_set, seed, micro_batch) if train.sanity else None,
+        )
+        self.learner.rates.at(0)  # the schedule reads its keys
+        self._given.check()
+        self.engine.startup.done("warm-up")
+        self.engine.watch.enter("restoring")
         if checkpoint is not None:
             check_order(self.learner.sorted, checkpoint.manifest.numerics)
-            self._take_position(checkpoint)
-            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.watch.advance))
+            self.engine.take_position(Position(**checkpoint.position))
+            self.engine.compare_numerics(checkpoint)
+            self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.engine.watch.advance))
             self._check_end()
         elif initial is not None:
             self.learner.start_from(initial)
-        self._finish_restore()
-        begins = "starting" if checkpoint is None else f"resuming after step {self.position.step}"
-        self.progress.say(
+        self.engine.finish_restore()
+        begins = "starting" if checkpoint is None else f"resuming after step {self.engine.position.step}"
+        self.engine.progress.say(
             f"{begins}: {counted(self.total_steps, 'step')}, "
             f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
@@ -111,7 +134,7 @@ class TaskLoop(Loop):
     def _check_end(self) -> None:
         """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
         is now continued. Raises ConfigError for an earlier end."""
-        position, total = self.position, self.total_steps
+        position, total = self.engine.position, self.total_steps
         done = position.step % self.order.steps_per_epoch
         if position.step > total:
             raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
@@ -125,13 +148,14 @@ class TaskLoop(Loop):
             fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
             weights = fitted.tensors
             for line in lines:
-                self.progress.say(line)
+                self.engine.progress.say(line)
         self.group.barrier(timeout_s=24 * 3600)
         return weights
 
-    def _train(self) -> bool:
-        self.watch.enter("training")
-        self._keys.steps = range(self.position.step, self.total_steps)
+    def train(self) -> bool:
+        """Train to the end of the run, or to a stop."""
+        self.engine.watch.enter("training")
+        self._keys.steps = range(self.engine.position.step, self.total_steps)
         loader = self.loading.loader(self.train_set, self.config.seed, self._keys)
         try:
             return self._steps(iter(loader))
@@ -143,42 +167,55 @@ class TaskLoop(Loop):
         while True:
             if self._validation_due() and not self._validate():
                 return False
-            if self.saves.due:
-                self.save()
-            if self.position.step == self.total_steps:
+            if self.engine.saves.due:
+                self.engine.save()
+            if self.engine.position.step == self.total_steps:
                 return True
-            if not self.stop.begin_tick():
+            if not self.engine.stop.begin_tick():
                 return False
             self._step(batches)
 
     def _step(self, batches: Iterator[Any]) -> None:
-        step = self.position.step
-        self.ring.begin_work()
+        step = self.engine.position.step
+        if self.engine.probe is not None:
+            batches = self._probed(self.engine.probe, step, batches)
+        self.engine.ring.begin_work()
         began = time.perf_counter()
         counts = self._keys.counts(step)
         micro_batches: Collection[tuple[Any, int]]
         if len(self.learner.shares) == 1:
             micro_batches = [(next(batches), count) for count in counts]
-            self.progress.add_data_wait(time.perf_counter() - began)
+            self.engine.progress.add_data_wait(time.perf_counter() - began)
         else:
-            micro_batches = _LoadedWhenDue(batches, counts, self.progress.add_data_wait)
+            micro_batches = _LoadedWhenDue(batches, counts, self.engine.progress.add_data_wait)
         samples = self.order.count(step)
         self.learner.learn(step, micro_batches, samples)
-        self.ring.begin_update()
-        self._end_update(self.learner.update(), samples)
-        self._step_done(samples, self._validation_due())
+        self.engine.begin_update()
+        self.engine.end_update(self.learner.update(), samples)
+        self.engine.step_done(samples, self._validation_due())
 
-    def _state(self) -> dict[str, Any]:
+    def _probed(self, probe: Probe, step: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches of `step` (from 0), which the probe has seen."""
+        micro_batches, of_epoch = list(islice(batches, self.micro_batches)), step % self.order.steps_per_epoch
+        variables = probe.variables.of_object("self", self.task)
+        probe.begin_step(step + 1, self.order.epoch(step) + 1, of_epoch + 1, micro_batches, variables)
+        return iter(micro_batches)
+
+    def state(self) -> dict[str, Any]:
+        """See Learner.state_dict."""
         return self.learner.state_dict()
 
-    def _hold(self) -> HeldState:
-        return self.learner.hold(self.queue.on_host)
+    def hold(self) -> HostSnapshot:
+        """The same, as the host has it."""
+        return self.learner.hold(self.engine.queue.on_host)
 
-    def _epoch(self) -> int:
-        return self.order.epoch(max(self.position.step - 1, 0)) + 1
+    def epoch(self) -> int:
+        """The epoch of the last finished step, from 1."""
+        return self.order.epoch(max(self.engine.position.step - 1, 0)) + 1
 
-    def _record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
-        position, loss, samples = self.position, measured["loss"], self.order.count(step)
+    def record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
+        """The loss, the learning rate and the norm of the gradient, as the step has measured them. Raises NotFinite."""
+        position, loss, samples = self.engine.position, measured["loss"], self.order.count(step)
         record: dict[str, Any] = {
             "epoch": self.order.epoch(step) + 1,
             "loss": finite(loss),
@@ -194,7 +231,13 @@ class TaskLoop(Loop):
             position.loss_samples += samples
         return record
 
-    def _derived(self, line: dict[str, Any]) -> dict[str, Any]:
+    def lines(self, line: dict[str, Any]) -> list[dict[str, Any]]:
+        """Its line, with what the task derives from it."""
+        self._add_derived(line)
+        return [line]
+
+    def _add_derived(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Add to a line of metrics.jsonl what the task derives from it."""
         if self._derives:
             line |= self.task.derived(line, self.order.seen(line["step"]), self.size)
         return line
@@ -204,35 +247,41 @@ class TaskLoop(Loop):
         train.nonfinite=skip."""
         what = f"step {step + 1}: the {what} is not finite"
         if self.config.train.nonfinite == "fail":
-            self.restored = False  # the state since that step is not worth a checkpoint
+            self.engine.spoil()
             raise NotFinite(f"{what}; train.nonfinite=skip would leave such steps out")
-        self.position.skipped += 1
-        self.progress.say(f"WARNING: {what}, its update was left out ({self.position.skipped} so far)")
+        self.engine.position.skipped += 1
+        self.engine.progress.say(f"WARNING: {what}, its update was left out ({self.engine.position.skipped} so far)")
 
     def _validation_due(self) -> bool:
-        step = self.position.step
+        step = self.engine.position.step
         ends_epoch = step > 0 and (step % self.order.steps_per_epoch == 0 or step == self.total_steps)
-        return ends_epoch and self.position.validated != step
+        return ends_epoch and self.engine.position.validated != step
 
     def _validate(self) -> bool:
         """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
-        position = self.position
+        position = self.engine.position
         means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
         if means is None:
             return False
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
         record = {
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "step": position.step,
             "train_loss": finite(train_loss),
             **means,
         }
-        self._end_epoch(self._derived(record))
+        self.engine.end_epoch(self._add_derived(record))
+        if record["epoch"] == 1:
+            for line in self._given.late():
+                self.engine.progress.say(line)
         return True
 
     def _begin_validation_batch(self) -> bool:
         """False if the ranks agreed to stop before it."""
-        return self.stop.begin_tick()
+        begins = self.engine.stop.begin_tick()
+        if begins and self.engine.probe is not None:
+            self.engine.probe.begin_validation_batch(self.engine.position.step)
+        return begins
 
 
 class _LoadedWhenDue(Collection[tuple[Any, int]]):
@@ -256,17 +305,33 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
             yield batch, count
 
 
-def open_datasets(config: Config, task: Task, group: Group) -> tuple[Dataset[Any], Dataset[Any], list[int]]:
-    """The training set, the validation set, and their sizes. A collective. Raises ConfigError when one is empty."""
+@dataclass(frozen=True)
+class Datasets:
+    """A Task's data sets, and how many samples they have."""
+
+    train: Dataset[Any]
+    val: Dataset[Any]
+    train_samples: int
+    val_samples: int
+
+
+def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
+    """Prepare and open the data sets. A collective. Raises ConfigError when one is empty."""
     group.node_by_node(task.prepare)
-    train_set, val_set = task.datasets()
+    found: Any = task.datasets()
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        what = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"task={config.task}: datasets() must return the training set and the validation set, not {what}"
+        )
+    train_set, val_set = found
     for name, dataset in (("train", train_set), ("val", val_set)):
         if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
             decoded.open_shared(group, name)
-    counts = [len(dataset) for dataset in (train_set, val_set)]  # type: ignore[arg-type]
-    if not all(counts):
-        raise ConfigError(f"{named(config)}: empty ({counts[0]} training, {counts[1]} validation samples)")
-    return train_set, val_set, counts
+    train, val = (len(dataset) for dataset in (train_set, val_set))
+    if not (train and val):
+        raise ConfigError(f"{named(config)}: empty ({train} training, {val} validation samples)")
+    return Datasets(train_set, val_set, train, val)
 
 
 def named(config: Config) -> str:
@@ -283,13 +348,11 @@ def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
 class Validation:
     """Measures a learner's model on the validation set."""
 
-    def __init__(
-        self, config: Config, val_set: Dataset[Any], samples: int, loading: LoaderFactory, group: Group
-    ) -> None:
+    def __init__(self, config: Config, datasets: Datasets, loading: LoaderFactory, group: Group) -> None:
         self._group, self._train = group, config.train
         shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
-        self._keys = ValidationBatchKeys(samples, config.train.batch_size, shares, total)
-        self._loader = loading.loader(val_set, config.seed, self._keys)
+        self._keys = ValidationBatchKeys(datasets.val_samples, config.train.batch_size, shares, total)
+        self._loader = loading.loader(datasets.val, config.seed, self._keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
         """The means over the validation set, named like val_loss; None for one that is not finite. A collective.
@@ -320,12 +383,13 @@ class Validation:
 WARM_UP_SAMPLES = 2  # batch norm cannot train on one
 
 
-def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float | None]:
+def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str] = ()) -> dict[str, float | None]:
     """The validation metrics of these weights.
 
     `config` is for one rank. A model that was trained by one rank, on such a machine, gets the very metrics that its
     own validation has recorded; with train.shares, one that was trained by any number of ranks. Without it, with more
-    ranks, these are the same sums, added in another order. Raises ConfigError.
+    ranks, these are the same sums, added in another order. Raises ConfigError, also for a key of `given` that the task
+    does not read: the metrics would only seem to be others.
     """
     task_class = find_task(config)
     if not isinstance(task_class, type):
@@ -350,18 +414,20 @@ def evaluate(config: Config, run: RunDir, weights: Weights) -> dict[str, float |
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    task = task_class(config)
-    train_set, val_set, counts = open_datasets(config, task, group)
+    keys = GivenKeys(config.task, given, FOR_A_TASK)
+    task = make_task(task_class, keys.reads.watch(config))
+    datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
-    learner.warm_up(loading.warm_up_batch(train_set, config.seed, WARM_UP_SAMPLES))
+    learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
+    keys.check()
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes
         what = "tokens in the vocabulary" if config.task == "language" else "classes"
         raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
     learner.start_from(fitted.tensors)
-    validation = Validation(config, val_set, counts[1], loading, group)
+    validation = Validation(config, datasets, loading, group)
     try:
         metrics = validation.measure(learner, weights.manifest.step, lambda: True)
     finally:

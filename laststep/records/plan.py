@@ -1,9 +1,11 @@
-"""plan.json: how long a run is. It is written once the data sets are known."""
+"""Small files of one fact each: plan.json, how long a run is; data.json, what data it has begun with; given.json, which
+keys the user has set."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -23,6 +25,20 @@ def read_plan(path: Path) -> Plan | None:
     """The plan of a run; None when it is not there yet, or damaged."""
     plans = (line for line in read_lines(path) if Plan.__required_keys__ <= line.keys())
     return cast("Plan | None", next(plans, None))
+
+
+def write_given(path: Path, keys: Sequence[str]) -> None:
+    """Record which keys the user has set for a run, in given.json. Raises OSError."""
+    path.write_text(json.dumps(list(keys)) + "\n")
+
+
+def read_given(path: Path) -> list[str]:
+    """The keys that the user has set for a run; none where that is not recorded, as by an older version."""
+    try:
+        keys = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return [key for key in keys if isinstance(key, str)] if isinstance(keys, list) else []
 
 
 def write_fingerprint(path: Path, fingerprint: str) -> None:

@@ -12,11 +12,20 @@
         it kept no new step             launch.max_failures    while the budget lasts
 
 After a failed, hung or lost attempt the run continues by a restart: the ranks start again in the same allocation,
-without a place in the queue. After launch.max_restarts restarts in a row that kept no new step, the allocation is given
-back: the job is requeued, as after a preemption or a time limit. launch.max_failures counts allocations, so however
-often the ranks fail in one of them without a new step, that counts once. Whether the allocation can be kept at all,
-laststep/job/after_ranks.py asks Slurm. Under --local there is no queue: what is not restarted ends. There an error
-of the user's code is not retried either, as the user is there to read it.
+without a place in the queue. Four budgets limit what repeats:
+
+    key                    what it counts                                   within              once it is used up
+    launch.max_restarts    restarts in a row that kept no new step          one allocation      the job is requeued
+    launch.max_failures    allocations that ended without a new step kept   one job             the run ends
+    launch.max_timeouts    attempts that ended at the time limit            one job             the run ends
+    launch.exclude_after   attempts that blame the node                     one node, one day   the run leaves the node
+
+So the first is spent before the second: however often the ranks fail in one allocation without a new step, that counts
+as one failure. A step that is kept starts max_restarts anew; max_failures and max_timeouts are per job, so `launch.py
+resume`, which submits a new job, starts with full ones. exclude_after ends nothing: it chooses nodes
+(laststep/job/nodes.py). Whether the allocation can be kept at all, laststep/attempt/restart.py asks Slurm. Under
+--local there is no queue: what is not restarted ends. There an error of the user's code is not retried either, as the
+user is there to read it.
 
 An attempt that reaches its time limit with steps, and keeps none of them, has a last save that does not fit into
 launch.signal_delay_s. The next attempt would lose its steps too, so it counts as a failure.
@@ -25,8 +34,8 @@ An error before the first step (a wrong configuration, no GPU, data that cannot 
 never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
 may change the configuration: then it has to prove itself again.
 
-Budgets are per job, so `launch.py resume`, which submits a new job, starts with full ones. Whether the run continues is
-written down as `requeue` in the record of the attempt, where the ranks, the batch shell and `launch.py status` read it.
+Whether the run continues is written down as `requeue` in the record of the attempt, where the ranks, the batch shell
+and `launch.py status` read it.
 """
 
 from __future__ import annotations
@@ -97,10 +106,16 @@ def decide(
     return Decision(Next.END, f"the run is {last['reason']}")
 
 
-def why_not_requeued(ended: Sequence[EndedAttempt], launch: Launch) -> str:
-    """Why the last of the `ended` attempts, whose record has `requeue` false, is not requeued."""
-    # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
-    return decide(ended, launch).why or SAME_FAILURE
+def recorded(ended: Sequence[EndedAttempt], launch: Launch) -> Decision:
+    """What was decided when the last of the `ended` attempts ended, by its record. For a lost attempt there was no rank
+    left to decide."""
+    decision = decide(ended, launch)
+    if ended[-1]["reason"] == "lost" and not ended[-1]["requeue"]:
+        return decision
+    if not ended[-1]["requeue"]:
+        # Only `retry` is not recorded: where the rest of the policy allows a retry, that one forbade it.
+        return Decision(Next.END, decision.why or SAME_FAILURE)
+    return Decision(Next.REQUEUE) if decision.what is Next.END else decision
 
 
 def least_hopeful(answers: Iterable[Retry]) -> Retry:

@@ -35,6 +35,7 @@ from laststep.ranks.process import here
 from laststep.ranks.slurm import is_job_id
 from laststep.records.append_only import append_line
 from laststep.records.metrics import read_lines
+from laststep.records.plan import write_given
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.say import command
@@ -87,11 +88,11 @@ def check_name_is_free(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def created(config: Config) -> Iterator[RunDir]:
-    """The run's new folder. It is removed again when the start fails with a ConfigError, or is interrupted before there
-    is a job."""
+def created(config: Config, given: Sequence[str] = ()) -> Iterator[RunDir]:
+    """The run's new folder; `given` as for `create`. It is removed again when the start fails with a ConfigError, or is
+    interrupted before there is a job."""
     with only_owner_writes():
-        run = create(config)
+        run = create(config, given)
         try:
             yield run
         except BaseException as error:
@@ -116,8 +117,11 @@ def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
             raise
 
 
-def create(config: Config) -> RunDir:
-    """Create the run's folder and write its configuration there. Raises ConfigError when that fails for CREATE_S."""
+def create(config: Config, given: Sequence[str] = ()) -> RunDir:
+    """Create the run's folder and write its configuration there, and which of its keys were `given` by the user.
+
+    Raises ConfigError when that fails for CREATE_S.
+    """
     assert config.launch.name is not None
     root = Path(config.launch.root)
     check_writable(root)
@@ -126,6 +130,8 @@ def create(config: Config) -> RunDir:
     try:
         run.path.mkdir(parents=True)
         patience.insist(lambda: run.logs.mkdir(exist_ok=True))
+        if given:
+            patience.insist(lambda: write_given(run.given, given))
         patience.insist(lambda: config.save(run.config))
     except FileExistsError:
         raise ConfigError(f"launch.name={run.name}: somebody else has just started a run of this name") from None

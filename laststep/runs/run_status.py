@@ -119,9 +119,9 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     records = records_of(run)
     job = _find_job(run, queue, submissions, records)
     if unclear and job.found is None:
-        job, state, why = _RunJob(None, None, unclear=False), "unknown", NOT_ANSWERED
+        job, state = _RunJob(None, None, unclear=False), State("unknown", NOT_ANSWERED)
     else:
-        state, why = _state(run, job, submissions, records, queue)
+        state = _state(run, job, submissions, records, queue)
     under_way = records[-1] if records and not records[-1]["reason"] else None
     steps = [line for line in last_lines(run.metrics) if is_step(line)]
     plan = read_plan(run.plan)
@@ -130,15 +130,15 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     total, batch_size = (plan["total_steps"], plan["batch_size"]) if plan else (None, None)
     rate = _rate(steps, under_way["start"] if under_way else 0.0)
     left_s = None
-    if total and batch_size and done is not None and rate and state in ("starting", "running"):
+    if total and batch_size and done is not None and rate and state.word in ("starting", "running"):
         left_s = (total - done) * batch_size / rate
-    now = step["time"] if step and state == "lost" else time.time()  # a dead attempt uses no more time
+    now = step["time"] if step and state.word == "lost" else time.time()  # a dead attempt uses no more time
     in_attempt = step["step"] if step and under_way and step["time"] >= under_way["start"] else None
     return RunStatus(
         run=run.name,
         job_id=job.id,
-        state=state,
-        why=why,
+        state=state.word,
+        why=state.why,
         starts_at=job.found.starts_at if job.found and job.found.state == "PENDING" else None,
         step=done,
         total_steps=total,
@@ -204,6 +204,13 @@ def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
     return [job_id for job_id, owner in found.items() if owner is Owner.THIS_RUN]
 
 
+class State(NamedTuple):
+    """A run's state, and what explains it; see RunStatus."""
+
+    word: str
+    why: str = ""
+
+
 class _RunJob(NamedTuple):
     """The run's newest job: its id, and the job where it is in the queue. `unclear`: it may also be another job."""
 
@@ -229,33 +236,33 @@ def _state(
     submissions: Sequence[SubmissionRecord],
     records: Sequence[AttemptRecord],
     queue: Queue,
-) -> tuple[str, str]:
+) -> State:
     last = records[-1] if records else None
     if is_finished(submissions, records):
-        return "finished", ""
+        return State("finished")
     if job.id is None:
-        return "stopped", "never submitted"
+        return State("stopped", "never submitted")
     of_job = [record for record in records if record["job_id"] == job.id]
     newest = submissions[-1] if submissions and submissions[-1]["job_id"] == job.id else None
     last = last if last and last["job_id"] == job.id else None
     if not is_job_id(job.id):
         return _not_on_slurm(run, job.id, newest, last)
     if job.unclear:
-        return "unknown", why_unclear(job.id)
+        return State("unknown", why_unclear(job.id))
     if job.found:
         return _in_queue(run, job.id, job.found, of_job)
     final = last is not None and last["reason"] is not None and not last["requeue"]
     if not final:
         if queue.jobs is None:
-            return "unknown", queue.problem
+            return State("unknown", queue.problem)
         if queue.unknown_owners and (uid := run.path.stat().st_uid) in queue.unknown_owners:
-            return "unknown", f"this machine does not know the owner of the run, uid {uid}"
+            return State("unknown", f"this machine does not know the owner of the run, uid {uid}")
         # An id that the queue shows is another's job. The command may have run on a host whose clock is ahead.
         age_s = queue.at - newest["time"] if newest else CLOCKS_S
         if -CLOCKS_S < age_s < JUST_SUBMITTED_S and job.id not in queue.jobs:
-            return "queued", ""
+            return State("queued")
     if last is None and (log := run.logs / f"{job.id}_0_log.out").exists():
-        return "failed", f"job ended before its ranks began; see {log}"
+        return State("failed", f"job ended before its ranks began; see {log}")
     return _without_job(last)
 
 
@@ -273,22 +280,20 @@ def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[Attem
     return all(line["job_id"] in known or line["time"] < records[-1]["start"] for line in submissions[-1:])
 
 
-def _not_on_slurm(
-    run: RunDir, job_id: str, newest: SubmissionRecord | None, last: AttemptRecord | None
-) -> tuple[str, str]:
+def _not_on_slurm(run: RunDir, job_id: str, newest: SubmissionRecord | None, last: AttemptRecord | None) -> State:
     """State and reason of a run whose ranks another launcher started, such as --local."""
     if at_work := disk.lock_holder(run.lock):
-        return "running", f"on {at_work.rpartition(' on ')[2]}"
+        return State("running", f"on {at_work.rpartition(' on ')[2]}")
     launcher_lives = newest is not None and _launcher_lives(job_id, newest)
     if last and not last["reason"] and launcher_lives:  # a file system without locks
-        return "running", "on this machine"
+        return State("running", "on this machine")
     if last and last["reason"] and last["requeue"] and launcher_lives:
-        return "restarting", f"its ranks have ended ({last['reason']})"
+        return State("restarting", f"its ranks have ended ({last['reason']})")
     if last:
         return _without_job(last)
     if newest and newest["time"] > time.time() - JUST_STARTED_S and launcher_lives:
-        return "starting", "its ranks are not up yet"
-    return "stopped", "ended before its ranks were up"
+        return State("starting", "its ranks are not up yet")
+    return State("stopped", "ended before its ranks were up")
 
 
 def _launcher_lives(job_id: str, submission: SubmissionRecord) -> bool:
@@ -299,20 +304,20 @@ def _launcher_lives(job_id: str, submission: SubmissionRecord) -> bool:
     return submission.get("host") == socket.gethostname() and pid.isdecimal() and os.path.exists(f"/proc/{pid}")
 
 
-def _in_queue(run: RunDir, job_id: str, job: Job, of_job: Sequence[AttemptRecord]) -> tuple[str, str]:
+def _in_queue(run: RunDir, job_id: str, job: Job, of_job: Sequence[AttemptRecord]) -> State:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
-        return "requeued" if of_job else "queued", job.reason
+        return State("requeued" if of_job else "queued", job.reason)
     if job.state not in UNENDED:
-        return "stopping", job.state.lower()
+        return State("stopping", job.state.lower())
     last = of_job[-1] if of_job else None
     why = "" if job.state == "RUNNING" else job.state.lower()
     if last and not last["reason"] and _is_at_work(run, job_id, job, last):
-        return "running", why
+        return State("running", why)
     if last and last["reason"] and _ended_in(job, last):
         restarts = last["requeue"] and last["reason"] in FAILURES
-        return "restarting" if restarts else "stopping", f"its ranks have ended ({last['reason']})"
-    return "starting", why or "its ranks are not up yet"
+        return State("restarting" if restarts else "stopping", f"its ranks have ended ({last['reason']})")
+    return State("starting", why or "its ranks are not up yet")
 
 
 def _is_at_work(run: RunDir, job_id: str, job: Job, record: AttemptRecord) -> bool:
@@ -340,16 +345,16 @@ def _is_of_start(job: Job, record: AttemptRecord) -> bool:
     return began is not None and job.starts_at is not None and abs(began - job.starts_at) <= 1
 
 
-def _without_job(last: AttemptRecord | None) -> tuple[str, str]:
+def _without_job(last: AttemptRecord | None) -> State:
     """State and reason of a run whose job has left the queue; `last` is the record of that job's last attempt."""
     if last is None:
-        return "cancelled", "job left the queue before it started"
+        return State("cancelled", "job left the queue before it started")
     if last["reason"] is None:
-        return "lost", "job disappeared without recording why"
+        return State("lost", "job disappeared without recording why")
     if last["requeue"]:
-        return "cancelled", "job left the queue before it restarted"
+        return State("cancelled", "job left the queue before it restarted")
     otherwise = {"hung": "a rank was stuck", "timeout": "time limit"}.get(last["reason"], "")
-    return FINAL_STATE[last["reason"]], reason_in(last["error"]) or otherwise
+    return State(FINAL_STATE[last["reason"]], reason_in(last["error"]) or otherwise)
 
 
 def _rate(steps: Sequence[StepLine], since: float) -> float | None:

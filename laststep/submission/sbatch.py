@@ -65,7 +65,7 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
     if config.launch.chooses_nodes:
         options["no-kill"] = True  # a node that dies does not end the job
     first, last = after_ranks(run, config.launch), start_again(run, config.launch)
-    executor = job_executor(config, run, first, srun_args, options, tag, last)
+    executor = job_executor(config, run, first=first, last=last, srun_args=srun_args, options=options, tag=tag)
     executor.python += " -u -m laststep.job.supervisor"  # which starts the rank
     if exclude := nodes.excluded_at_submission(run, config.launch):
         executor.update_parameters(exclude=exclude)
@@ -75,18 +75,19 @@ def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
 def job_executor(
     config: Config,
     run: RunDir,
-    setup: Sequence[str],
-    srun_args: Sequence[str],
+    *,
     options: Mapping[str, Any],
-    tag: str = "",
+    first: Sequence[str] = (),
     last: Sequence[str] = (),
+    srun_args: Sequence[str] = (),
+    tag: str = "",
 ) -> SbatchExecutor:
     """The executor for any job that runs the code in `run.code`.
 
-    `setup` holds the first lines of its batch shell, `last` the last ones before srun, `options` further options of
-    sbatch.
+    `first` holds the first lines of its batch shell, `last` the last ones before srun, `options` further options of
+    sbatch, by name.
     """
-    launch = config.launch
+    launch, setup = config.launch, list(first)
     executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
     if launch.chooses_nodes:
         # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from laststep.config.config import Config, variants
 from laststep.config.errors import ConfigError, Unanswered
@@ -22,6 +22,7 @@ from laststep.config.keys import parse_override
 from laststep.config.machine import Machine, Way
 from laststep.records.append_only import append_line
 from laststep.records.metrics import read_lines
+from laststep.records.plan import write_given
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
@@ -66,12 +67,19 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
     return {key: key if list(last.values()).count(short) > 1 else short for key, short in last.items()}
 
 
+class Submitted(NamedTuple):
+    """What came of submitting a sweep."""
+
+    job_id: str | None  # the array's; None: no run was missing
+    runs: list[str]  # the names of the array's runs
+    size: int  # of the whole sweep
+
+
 def submit_missing(
-    config: Config, changes: Sequence[Change], parallel: int | None
-) -> tuple[str | None, list[str], int]:
+    config: Config, changes: Sequence[Change], parallel: int | None, given: Sequence[str] = ()
+) -> Submitted:
     """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
 
-    Returns the array's job id (None if nothing is missing), the names of its runs, and the size of the whole sweep.
     Raises ConfigError; then nothing was submitted.
     """
     root = Path(config.launch.root)
@@ -93,7 +101,7 @@ def submit_missing(
         planned[name] = _same(RunDir(root / name), *planned[name])
     missing = _missing(wanted)
     if not missing:
-        return None, [], len(names)
+        return Submitted(None, [], len(names))
     sweep_is_new = not sweep.path.exists()
     made: list[RunDir] = []
     try:
@@ -102,7 +110,7 @@ def submit_missing(
             for run in missing:
                 if run.name not in existing:
                     made.append(run)
-                    _make(run, sweep, planned[run.name][1])
+                    _make(run, sweep, planned[run.name][1], given)
             runs = [ReadyRun(run, planned[run.name][0], len(read_submissions(run.submissions))) for run in missing]
             jobs = submission.hand_over(sweep, config, runs, parallel)
     except Unanswered:
@@ -115,7 +123,7 @@ def submit_missing(
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
     _list_runs(sweep, dict(zip(names, changes)))
-    return jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names)
+    return Submitted(jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names))
 
 
 def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:
@@ -160,9 +168,11 @@ def _same(run: RunDir, config: Config, text: str) -> tuple[Config, str]:
     return config, config.to_yaml()
 
 
-def _make(run: RunDir, sweep: RunDir, text: str) -> None:
-    """Create the folder of one run; it shares the sweep's logs and code."""
+def _make(run: RunDir, sweep: RunDir, text: str, given: Sequence[str]) -> None:
+    """Create the folder of one run; it shares the sweep's logs and code. `given`: see `run_folders.create`."""
     run.path.mkdir(parents=True)
+    if given:
+        write_given(run.given, given)
     run.config.write_text(text)
     for shared in (sweep.logs, sweep.code):
         (run.path / shared.name).symlink_to(Path("..") / sweep.name / shared.name)

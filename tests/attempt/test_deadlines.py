@@ -128,12 +128,13 @@ def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
     small.save(run.config)
     signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     attempt = Attempt(small, run, a_world(), signals)
-    loop, group = Mock(name="loop"), Mock(name="group")
-    loop.position.step, loop.position.metrics, loop.rescuable = 5, {"val_loss": 1.0}, True
-    loop.progress.step_s.return_value, loop.saves.stalled_s = 0.1, 0.0
+    engine, group = Mock(name="engine"), Mock(name="group")
+    engine.position.step, engine.position.metrics, engine.rescuable = 5, {"val_loss": 1.0}, True
+    engine.can_advance = False
+    engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
     group.world = a_world()
     begin_attempt(run, group.world, 0)
-    return attempt, loop, group
+    return attempt, engine, group
 
 
 @pytest.mark.parametrize("what", ["threads", "process group"])
@@ -142,7 +143,7 @@ def test_the_farewell_hangs(root: Path, what: str, finished: bool, monkeypatch: 
     """NCCL may hang in destroy_process_group, and a thread in a store that no longer answers. The result and the record
     are there already, so the run has ended, and its nodes are free."""
     monkeypatch.setattr(attempt_module, "FAREWELL_S", 0.2)
-    attempt, loop, group = an_attempt(root, f"farewell-{what.split()[0]}-{finished}")
+    attempt, engine, group = an_attempt(root, f"farewell-{what.split()[0]}-{finished}")
     forever = threading.Event()
     try:
         if what == "threads":
@@ -150,11 +151,11 @@ def test_the_farewell_hangs(root: Path, what: str, finished: bool, monkeypatch: 
         else:
             group.close.side_effect = forever.wait
         if finished:
-            assert attempt._end_in_order(loop, group, finished=True) == {"val_loss": 1.0}
+            assert attempt._end_in_order(engine, group, finished=True) == {"val_loss": 1.0}
         else:
             attempt._state.signals.first = signal.SIGTERM
             with pytest.raises(Stopped) as stopped:
-                attempt._end_in_order(loop, group, finished=False)
+                attempt._end_in_order(engine, group, finished=False)
             assert stopped.value.code == 143
     finally:
         forever.set()
@@ -170,17 +171,17 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(end_by_fault, "POLL_S", 0.1)
     monkeypatch.setattr(end_by_fault, "MAIN_THREAD_S", 0.0)
     monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
-    attempt, loop, _ = an_attempt(root, f"hangs-{place}")
+    attempt, engine, _ = an_attempt(root, f"hangs-{place}")
     disk.acquire_run_lock(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
-    loop.position.place, loop.saves.saving, loop.saves.saved.step = (5, 0, False, False), None, 3
-    loop.place, loop.freeze_copies.return_value, loop.gathered = ShardPlace(0, 1, 0, 1), [], None
-    frozen = loop.frozen.return_value.__enter__ = Mock()
+    engine.position.place, engine.saves.saving, engine.saves.saved.step = (5, 0, False, False), None, 3
+    engine.place, engine.freeze_copies.return_value, engine.gathered = ShardPlace(0, 1, 0, 1), [], None
+    frozen = engine.frozen.return_value.__enter__ = Mock()
     frozen.return_value.bytes = 64
-    loop.frozen.return_value.__exit__ = Mock(return_value=None)
-    hanging = loop.freeze if place == "freeze" else frozen.return_value.write_part
+    engine.frozen.return_value.__exit__ = Mock(return_value=None)
+    hanging = engine.freeze if place == "freeze" else frozen.return_value.write_part
     hanging.side_effect = lambda *_: forever.wait()
-    attempt._state.loop = loop
+    attempt._state.engine = engine
     end = EndByFault(attempt._state, GracePeriod(attempt._state))
     try:
         with pytest.raises(Ended):
@@ -212,14 +213,14 @@ def test_a_main_thread_that_no_collective_frees(root: Path, fails: bool, monkeyp
 
 def test_a_rank_has_ended(root: Path) -> None:
     """Its supervisor says so, at any moment: rank 0 may be waiting for it where no collective ever fails."""
-    attempt, loop, _ = an_attempt(root, "ended")
+    attempt, engine, _ = an_attempt(root, "ended")
     attempt._watchdog.close()
     state = attempt._state
     state._launched = replace(state.world, size=2, hosts=("n1", "n2"))
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     gone_file(folder, 1).write_text("-9")
-    check, state.loop = attempt._end_by_fault.check, loop
+    check, state.engine = attempt._end_by_fault.check, engine
     assert check() is None, "the attempt's beginning is not recorded yet, so its end could not be"
     state.set_number(0)
     fault = check()
@@ -237,9 +238,9 @@ def test_a_rank_has_ended(root: Path) -> None:
 
 def test_a_file_system_that_fails_for_a_moment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that looks also ends the attempt in time after a signal, and keeps a timer from ending the process."""
-    attempt, loop, _ = an_attempt(root, "stale")
+    attempt, engine, _ = an_attempt(root, "stale")
     attempt._watchdog.close()
-    attempt._state.loop = loop
+    attempt._state.engine = engine
 
     def stale(path: Path) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")

@@ -312,7 +312,7 @@ def test_a_signal_after_a_rank_was_killed(
     begin_attempt(run, world, 0)
     number = signal.SIGTERM
     state: Any = SimpleNamespace(
-        run_dir=run, world=world, config=settings, loop=None, start_step=0, signal=number, cause_signal=number
+        run_dir=run, world=world, config=settings, engine=None, start_step=0, signal=number, cause_signal=number
     )
     rescue: Any = SimpleNamespace(missing=lambda plan: [1])
     plan: Any = SimpleNamespace(failures=(), lost_shards=(), silences=())
@@ -428,11 +428,12 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state = AttemptState(
         small, run, a_world(rank=rank, size=2), cast(Signals, SimpleNamespace(first=None, first_at=None, received=[]))
     )
-    state.loop = loop = Mock(name="loop")
-    loop.position.step, loop.saves.saved.step, loop.saves.saving = 5, 3, None
-    loop.position.place, loop.rescuable = (5, 0, False, False), True
-    loop.freeze_copies.return_value, loop.gathered = [], None
-    loop.progress.step_s.return_value, loop.saves.stalled_s = 0.1, 0.0
+    state.engine = engine = Mock(name="engine")
+    engine.position.step, engine.saves.saved.step, engine.saves.saving = 5, 3, None
+    engine.position.place, engine.rescuable = (5, 0, False, False), True
+    engine.can_advance = False
+    engine.freeze_copies.return_value, engine.gathered = [], None
+    engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
     begin_attempt(run, state.world, 0)
     return state
 
@@ -441,14 +442,14 @@ def end_by_fault(state: AttemptState) -> Mock:
     """This rank's part in the end by fault; returns its loop."""
     fault = Fault("failed", "rank 0 on here failed")
     EndByFault(state, GracePeriod(state)).take_part(fault)
-    return cast(Mock, state.loop)
+    return cast(Mock, state.engine)
 
 
 def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
     """The best survivor dies before it has written anything. A rank whose own update was cut off must not save its
     memory under that step instead: the checkpoint would be intact by every hash, and wrong."""
     state = a_rank(root, "torn", 1)
-    cast(Mock, state.loop).freeze.return_value = False  # in the middle of the update of step 6
+    cast(Mock, state.engine).freeze.return_value = False  # in the middle of the update of step 6
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     better = Survivor(rank=0, frozen=True, holdings=(Holding((5, 0, False, False), 64, saved=False),))
@@ -463,7 +464,7 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
     """After a CUDA error every call on the device repeats it. The rank must still take part, or the end of the attempt
     would not be recorded, and say why it cannot save."""
     state = a_rank(root, "sticky", 0)
-    cast(Mock, state.loop).freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
+    cast(Mock, state.engine).freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
     end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)
     assert (record["reason"], record["end_step"]) == ("failed", 3)

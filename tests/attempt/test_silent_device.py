@@ -25,7 +25,7 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.engine import HeldCopy, Loop
+from laststep.loops.engine import Engine, SavableCopy
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
 from laststep.ranks.process import Signals
@@ -54,20 +54,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def a_full_queue(kind: str, settings: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Loop, Disturbed]]:
+def a_full_queue(kind: str, settings: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Disturbed]]:
     """A loop whose device hangs in a step, and whose queue is full. At the end the device goes on."""
     disturbed = Disturbed(monkeypatch, capacity=2)
-    with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as loop:
-        disturbed.hang_in(loop, STEP)
-        threading.Thread(target=disturbed.run, args=(loop,), daemon=True).start()
+    with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as engine:
+        disturbed.hang_in(engine, STEP)
+        threading.Thread(target=disturbed.run, args=(engine,), daemon=True).start()
         wait_until(lambda: disturbed.queue.full, "the queue does not fill")
         try:
-            yield loop, disturbed
+            yield engine, disturbed
         finally:
             disturbed.queue.go_to(sys.maxsize)
 
 
-def state_of(settings: Config, loop: Loop) -> AttemptState:
+def state_of(settings: Config, engine: Engine) -> AttemptState:
     """The state of the attempt that runs this loop."""
     signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
@@ -75,7 +75,7 @@ def state_of(settings: Config, loop: Loop) -> AttemptState:
     state = AttemptState(settings, run, a_world(), signals)
     begin_attempt(run, state.world, 0)
     disk.acquire_run_lock(run.lock, state.world)
-    state.loop = loop
+    state.engine = engine
     return state
 
 
@@ -86,9 +86,9 @@ def test_the_end_is_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(end_by_fault, "MAIN_THREAD_S", 0.0)
     monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
     settings = settings_of(tmp_path, "silent", "train.log_every=1")
-    with a_full_queue(kind, settings, monkeypatch) as (loop, _):
-        state = state_of(settings, loop)
-        done = loop.readback.first_step
+    with a_full_queue(kind, settings, monkeypatch) as (engine, _):
+        state = state_of(settings, engine)
+        done = engine.readback.first_step
         with pytest.raises(Ended):
             EndByFault(state, GracePeriod(state)).run(Fault("hung", "rank 1 on n2 is stuck"))
         (record,) = read_lines(state.run_dir.attempts)
@@ -102,8 +102,8 @@ def test_no_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     same."""
     monkeypatch.setattr(end_by_fault, "exit_now", Mock(side_effect=Ended))
     settings = settings_of(tmp_path, "late")
-    with a_full_queue("task", settings, monkeypatch) as (loop, _):
-        state = state_of(settings, loop)
+    with a_full_queue("task", settings, monkeypatch) as (engine, _):
+        state = state_of(settings, engine)
         end = EndByFault(state, GracePeriod(state))
         end._rescuer = Mock(silence="its device does not answer")
         with pytest.raises(Ended):
@@ -117,19 +117,19 @@ def test_a_device_that_answers_again(kind: str, tmp_path: Path, monkeypatch: pyt
     """The rank that it waited for was only slow. From then on this rank can save what it holds, with its lines."""
     expected = undisturbed_run(kind, tmp_path)
     settings = settings_of(tmp_path, "again")
-    with a_full_queue(kind, settings, monkeypatch) as (loop, disturbed):
+    with a_full_queue(kind, settings, monkeypatch) as (engine, disturbed):
         for _ in range(2):
             with pytest.raises(DeviceSilent):
-                loop.freeze(timeout_s=0.0)
+                engine.freeze(timeout_s=0.0)
         disturbed.queue.go_to(sys.maxsize)
 
         def freezes() -> Any:
             with contextlib.suppress(DeviceSilent):
-                return loop.freeze(timeout_s=0.0)
+                return engine.freeze(timeout_s=0.0)
 
         wait_until(freezes, "the device answers, and no state is whole")
-        save_frozen(loop)
-        step = loop.position.step
+        save_frozen(engine)
+        step = engine.position.step
     run = RunDir(tmp_path / "again")
     assert step >= STEP and CheckpointStore(run.checkpoints).steps() == [step]
     saved = checkpoint(run, step)
@@ -139,12 +139,12 @@ def test_a_device_that_answers_again(kind: str, tmp_path: Path, monkeypatch: pyt
 def test_a_device_that_falls_silent_during_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue fills while the state is copied. The copy ends within seconds, and nothing of it is committed."""
     disturbed = Disturbed(monkeypatch, capacity=1000)
-    with contextlib.ExitStack() as closing, a_loop("task", settings_of(tmp_path, "during"), closing) as loop:
-        disturbed.hang_in(loop, STEP)
-        disturbed.train(loop)
+    with contextlib.ExitStack() as closing, a_loop("task", settings_of(tmp_path, "during"), closing) as engine:
+        disturbed.hang_in(engine, STEP)
+        disturbed.train(engine)
         disturbed.queue.rewind()
-        assert loop.freeze(timeout_s=0.0) and loop.position.step == STEP - 1
-        with loop.frozen() as frozen:
+        assert engine.freeze(timeout_s=0.0) and engine.position.step == STEP - 1
+        with engine.frozen() as frozen:
             held, release = threading.Event(), threading.Event()
 
             def launch() -> None:
@@ -169,20 +169,20 @@ PLACE = (8, 0, False, False)
 def a_rescuer(tmp_path: Path) -> tuple[Rescuer, Mock, Mock]:
     """One whose loop has a copy of its shard in host memory; its loop and its rescue are stand-ins."""
     settings = settings_of(tmp_path, "copies")
-    loop, rescue = Mock(name="loop"), Mock(name="rescue")
-    loop.saves.saved.step, loop.saves.saving, loop.position.step, loop.position.place = 3, None, 8, PLACE
-    loop.place, loop.rescuable, loop.late_update, loop.gathered = ShardPlace(1, 2, 0, 1), True, None, None
-    loop.freeze_copies.return_value = [HeldCopy(PLACE, 1, 64, own=True)]
-    loop.frozen.return_value.__enter__ = Mock(return_value=Mock(bytes=64))
-    loop.frozen.return_value.__exit__ = Mock(return_value=None)
+    engine, rescue = Mock(name="engine"), Mock(name="rescue")
+    engine.saves.saved.step, engine.saves.saving, engine.position.step, engine.position.place = 3, None, 8, PLACE
+    engine.place, engine.rescuable, engine.can_advance, engine.gathered = ShardPlace(1, 2, 0, 1), True, False, None
+    engine.freeze_copies.return_value = [SavableCopy(PLACE, 1, 64, own=True)]
+    engine.frozen.return_value.__enter__ = Mock(return_value=Mock(bytes=64))
+    engine.frozen.return_value.__exit__ = Mock(return_value=None)
     (tmp_path / "copies").mkdir(exist_ok=True)
-    return Rescuer(state_of(settings, loop), Fault("hung", "rank 1 is stuck"), rescue, lambda: False), loop, rescue
+    return Rescuer(state_of(settings, engine), Fault("hung", "rank 1 is stuck"), rescue, lambda: False), engine, rescue
 
 
 def test_copies_in_host_memory_are_saved(tmp_path: Path) -> None:
     """With checkpoint.replicas they need no device: no step is lost, though nobody can read the shard itself."""
-    rescuer, loop, rescue = a_rescuer(tmp_path)
-    loop.freeze.side_effect = DeviceSilent("its device does not answer")
+    rescuer, engine, rescue = a_rescuer(tmp_path)
+    engine.freeze.side_effect = DeviceSilent("its device does not answer")
     rescuer.announce()
     (copy,) = rescue.announce.call_args.args
     assert (copy.place, copy.shard, copy.commits) == (PLACE, 1, True)
@@ -192,9 +192,9 @@ def test_copies_in_host_memory_are_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("duty", ["write", "commit"])
 def test_it_says_what_is_left(duty: str, tmp_path: Path) -> None:
     """The device falls silent after it was frozen. The others must not wait for what this rank has announced."""
-    rescuer, loop, rescue = a_rescuer(tmp_path)
+    rescuer, engine, rescue = a_rescuer(tmp_path)
     rescuer.announce()
-    loop.freeze.side_effect = loop.frozen.side_effect = silence = DeviceSilent("its device does not answer")
+    engine.freeze.side_effect = engine.frozen.side_effect = silence = DeviceSilent("its device does not answer")
     rescue.plan = plan = Plan("rescue-0", 0, PLACE, (Part(1, 0, 1, 0),), act=duty == "commit")
     rescuer.do(plan if duty == "commit" else plan.parts[0])
     assert rescue.announce.call_count == 2 and rescue.announce.call_args.kwargs["silence"] == str(silence)

@@ -69,6 +69,9 @@ def test_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     capfd.readouterr()
     assert main(["evaluate", "demo/runs/first"]) == 0
     assert "(as the run itself has measured)" in capfd.readouterr().out
+    assert main(["evaluate", str(run.path), "data.root=/newer"]) == 2
+    said, refused = capfd.readouterr()
+    assert said == "" and "data.root: task=digits.Digits does not read it, so it would change nothing" in refused
 
 
 def _work_in(folder: Path) -> None:

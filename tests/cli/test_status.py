@@ -17,10 +17,9 @@ from laststep.cli.main import main
 from laststep.cli.status_tables import Column, FittedTable
 from laststep.observe.progress import duration
 from laststep.rundir import RunDir
-from tests.support.commands import fake_squeue, refusal
+from tests.support.commands import Screen, fake_squeue, plain, refusal
 from tests.support.project import PROJECT
 from tests.support.records import ended_attempt
-from tests.support.terminal import Screen, plain
 
 LOSS = "ValueError: the loss of step 700 is not finite; lower optim.lr, or skip such steps with train.skip_bad_steps=3"
 

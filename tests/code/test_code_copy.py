@@ -19,7 +19,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from tests.support.editable import install_finder
+from tests.support.project import install_finder
 
 TASK = "class Mine:\n    pass\n"
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")

@@ -11,7 +11,8 @@ import pickle
 import pytest
 
 from laststep.config.config import Config
-from laststep.config.reads import FOR_A_TASK, Reads, changed_keys, covers, refusal
+from laststep.config.errors import ConfigError
+from laststep.config.reads import FOR_A_TASK, GivenKeys, Reads, covers, given_keys, refusal, view
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def config() -> Config:
 def test_a_read_key_is_noted(config: Config) -> None:
     """Only what the task has asked for counts: a key that was set beside it changes nothing."""
     reads = Reads()
-    view = reads.watch(config)
-    assert view.optim.lr == 0.5
+    watched = reads.watch(config)
+    assert watched.optim.lr == 0.5
     assert reads.keys == {"optim.lr"}
     assert reads.unread(["optim.lr", "optim.momentum", "train.epochs"], FOR_A_TASK) == ["optim.momentum"]
 
@@ -76,17 +77,22 @@ def test_a_mapping_taken_apart_is_read(config: Config, take) -> None:  # type: i
 
 def test_the_view_is_the_configuration(config: Config) -> None:
     """A user's code may compare, copy, pickle, replace and print it, as the plain one."""
-    view = Reads().watch(config)
-    assert view == config
-    assert config == view
-    assert view.model.args == config.model.args
-    assert isinstance(view, Config)
-    for other in (copy.copy(view), copy.deepcopy(view), pickle.loads(pickle.dumps(view)), dataclasses.replace(view)):
+    watched = Reads().watch(config)
+    assert watched == config
+    assert config == watched
+    assert watched.model.args == config.model.args
+    assert isinstance(watched, Config)
+    for other in (
+        copy.copy(watched),
+        copy.deepcopy(watched),
+        pickle.loads(pickle.dumps(watched)),
+        dataclasses.replace(watched),
+    ):
         assert other == config
         assert type(other) is Config
-    assert dataclasses.asdict(view) == dataclasses.asdict(config)
-    assert repr(view) == repr(config)
-    assert view.to_yaml() == config.to_yaml()
+    assert dataclasses.asdict(watched) == dataclasses.asdict(config)
+    assert repr(watched) == repr(config)
+    assert watched.to_yaml() == config.to_yaml()
 
 
 def test_asdict_reads_all(config: Config) -> None:
@@ -98,9 +104,9 @@ def test_asdict_reads_all(config: Config) -> None:
 
 def test_a_value_can_be_set(config: Config) -> None:
     """A task may finish its configuration itself; what it reads next is what it has set."""
-    view = Reads().watch(config)
-    view.optim.lr = 0.25
-    assert view.optim.lr == 0.25
+    watched = Reads().watch(config)
+    watched.optim.lr = 0.25
+    assert watched.optim.lr == 0.25
 
 
 def test_a_users_dataclass() -> None:
@@ -130,14 +136,14 @@ def test_a_users_dataclass() -> None:
             return self.width * 2
 
     for kind in (Plain, Slotted):
-        reads = Reads()
-        view = reads.watch_section(kind(), "args.")
-        assert view.size == 8
-        assert reads.keys == {"args.width"}
-    view = Reads().watch_section(Plain(), "args.")
-    assert (view.area, view.area, hash(view) is not None if hasattr(view, "late") else True) == (8, 8, True)
+        seen: set[str] = set()
+        args = view(kind(), "args.", seen)
+        assert args.size == 8
+        assert seen == {"args.width"}
+    frozen = view(Plain(), "args.", set())
+    assert (frozen.area, frozen.area) == (8, 8)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        view.width = 3  # type: ignore[misc]
+        frozen.width = 3
 
 
 def test_the_refusal_names_the_nearest_key() -> None:
@@ -157,6 +163,34 @@ def test_names_that_cover() -> None:
     assert not covers(["data.name"], "data.names")
 
 
-def test_changed_keys() -> None:
-    """From Python, a Config may be made without words: what differs from the defaults was set."""
-    assert changed_keys(Config.load(None, ["optim.lr=0.5", "args.width=3"])) == ["args.width", "optim.lr"]
+def test_given_keys() -> None:
+    """What was typed counts, even if it is the default; of a file only what differs from it; of a run's own file, which
+    has every key, nothing."""
+    text = "optim: {lr: 0.5, momentum: 0.9}\nargs: {width: 3}\n"
+    assert given_keys(["model.name=convnet", "seed=1,2"], text) == ["model.name", "seed", "optim.lr", "args.width"]
+    assert given_keys([], Config.load(None, ["optim.lr=0.5"]).to_yaml()) == []
+
+
+def test_a_misspelt_setting(config: Config) -> None:
+    """A task may read a setting of its own late; but one whose name the task has asked for, misspelt, is an error."""
+    given = GivenKeys("net.Net", ["args.widht", "args.export_to"], FOR_A_TASK)
+    given.reads.watch(config).args.get("width")
+    with pytest.raises(ConfigError, match=r"^args.widht: .*; of args it reads width: did you mean width\?"):
+        given.check()
+    given = GivenKeys("net.Net", ["args.export_to"], FOR_A_TASK)
+    given.reads.watch(config).args.get("width")
+    given.check()
+    assert given.late() == [
+        "WARNING: args.export_to: task=net.Net has not read it in the first epoch: does it change anything?"
+    ]
+    given.reads.watch(config).args.get("export_to")
+    assert given.late() == []
+
+
+@pytest.mark.parametrize("key", ["model.name", "data.root", "optim.momentum", "model.args.foo"])
+def test_a_key_of_the_schema_that_nothing_reads(key: str, config: Config) -> None:
+    """The run would be labelled with a value that has changed nothing."""
+    given = GivenKeys("net.Net", [key, "train.epochs", "launch.nodes"], FOR_A_TASK)
+    assert given.reads.watch(config).optim.lr
+    with pytest.raises(ConfigError, match=f"^{key}: task=net.Net does not read it, so it would change nothing"):
+        given.check()

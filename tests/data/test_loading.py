@@ -38,7 +38,7 @@ from laststep.data.pixels import Augmentation, Images, normalized
 from laststep.ranks.group import Group
 from laststep.ranks.process import set_up_worker
 from laststep.tasks.classification import Classification
-from tests.support.photos import make_folder, photo
+from tests.support.images import make_folder, photo
 from tests.support.worlds import a_world
 
 CPU = torch.device("cpu")

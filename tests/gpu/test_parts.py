@@ -27,9 +27,8 @@ from laststep.ranks.device import open_queue, set_up_device
 from laststep.ranks.group import Group
 from laststep.ranks.world import World
 from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, skip_without_nvjpeg
-from tests.support.images import IMAGES, LABELS, resnet
+from tests.support.images import IMAGES, LABELS, make_folder, resnet
 from tests.support.images import Images as Classified
-from tests.support.photos import make_folder
 from tests.support.project import PROJECT
 from tests.support.worlds import a_world
 

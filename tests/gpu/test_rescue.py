@@ -16,7 +16,7 @@ import torch
 
 from laststep.checkpoint.pack import Packed
 from laststep.loops.custom_loop import Phase
-from laststep.loops.engine import Loop
+from laststep.loops.engine import Engine
 from laststep.loops.snapshot import Ring
 from laststep.ranks.device import ANSWER_S, open_queue
 from laststep.ranks.world import DeviceSilent
@@ -31,21 +31,21 @@ HANGS = 20_000_000_000  # clock cycles of a GPU: more than eight seconds
 KINDS = ["task", "custom"]
 
 
-def hang_before(loop: Loop, step: int) -> None:
+def hang_before(engine: Engine, step: int) -> None:
     """Let the device hang before the update of `step`, with everything else queued behind."""
-    begin_update = loop.ring.begin_update
+    begin_update = engine.ring.begin_update
 
     def begin() -> None:
-        if loop.position.step == step - 1 and getattr(loop, "phase", Phase.IN_STEP) is Phase.IN_STEP:
+        if engine.position.step == step - 1 and getattr(engine.loop, "phase", Phase.IN_STEP) is Phase.IN_STEP:
             torch.cuda._sleep(HANGS)
         begin_update()
 
-    loop.ring.begin_update = begin  # type: ignore[method-assign]
+    engine.ring.begin_update = begin  # type: ignore[method-assign]
 
 
-def train(loop: Loop) -> None:
+def train(engine: Engine) -> None:
     with contextlib.suppress(Exception):
-        loop.run()
+        engine.run()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -59,14 +59,14 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def test_the_step_before_is_saved(step: int, undisturbed: tuple[str, RunDir], tmp_path: Path) -> None:
     """Bit for bit, while the stream still hangs, and without an allocation on the device, which may wait for it."""
     kind, expected = undisturbed
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "hangs", *ON_GPU), closing) as loop:
-        hang_before(loop, step)
-        threading.Thread(target=train, args=(loop,), daemon=True).start()
-        wait_until(lambda: loop.position.step >= step, "the CPU did not run ahead")
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "hangs", *ON_GPU), closing) as engine:
+        hang_before(engine, step)
+        threading.Thread(target=train, args=(engine,), daemon=True).start()
+        wait_until(lambda: engine.position.step >= step, "the CPU did not run ahead")
         time.sleep(0.5)  # the CPU queues what it can
         before = torch.cuda.memory_stats()
-        assert loop.freeze(timeout_s=1.0) and loop.position.step == step - 1
-        save_frozen(loop)
+        assert engine.freeze(timeout_s=1.0) and engine.position.step == step - 1
+        save_frozen(engine)
         after = torch.cuda.memory_stats()
         assert not torch.cuda.default_stream().query(), "the device must hang for longer than the rescue takes"
         for count in ("num_device_alloc", "num_device_free", "num_alloc_retries"):
@@ -84,29 +84,29 @@ def test_a_full_queue(kind: str, tmp_path: Path) -> None:
     """A device takes about a thousand kernels in advance. Then the thread that trains waits in C, in the middle of an
     update. If the driver keeps its lock meanwhile, the rescue must give up within seconds; else the step is saved."""
     queueing = threading.Event()
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "full", *ON_GPU), closing) as loop:
-        hang_before(loop, 4)
-        begin_update, scratch = loop.ring.begin_update, torch.zeros(1, device="cuda")
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "full", *ON_GPU), closing) as engine:
+        hang_before(engine, 4)
+        begin_update, scratch = engine.ring.begin_update, torch.zeros(1, device="cuda")
 
         def begin() -> None:
             begin_update()
-            if loop.position.step == 3 and getattr(loop, "phase", Phase.IN_STEP) is Phase.IN_STEP:
+            if engine.position.step == 3 and getattr(engine.loop, "phase", Phase.IN_STEP) is Phase.IN_STEP:
                 queueing.set()
                 for _ in range(10_000):
                     scratch.add_(1)
 
-        loop.ring.begin_update = begin  # type: ignore[method-assign]
-        threading.Thread(target=train, args=(loop,), daemon=True).start()
+        engine.ring.begin_update = begin  # type: ignore[method-assign]
+        threading.Thread(target=train, args=(engine,), daemon=True).start()
         assert queueing.wait(DEADLINE_S), "step 4 did not begin its update"
         time.sleep(1.0)  # the queue fills
         began = time.monotonic()
         try:
-            assert loop.freeze(timeout_s=0.0) and loop.position.step == 3
+            assert engine.freeze(timeout_s=0.0) and engine.position.step == 3
         except DeviceSilent as silence:
             assert time.monotonic() - began < 2 * ANSWER_S
             print(f"this driver keeps its lock while the queue is full: {silence}")
             return torch.cuda.synchronize()
-        save_frozen(loop)
+        save_frozen(engine)
         assert not torch.cuda.default_stream().query(), "the device must hang for longer than the rescue takes"
         torch.cuda.synchronize()
     assert checkpoint(RunDir(tmp_path / "full"), 3)["position"]["step"] == 3
@@ -139,14 +139,14 @@ def test_a_device_that_comes_back_during_the_save(kind: str, tmp_path: Path, mon
         whole(packed, start, stop, into)
         torch.cuda.default_stream().synchronize()  # until the device has come back
 
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "back", *ON_GPU), closing) as loop:
-        hang_before(loop, 3)
-        threading.Thread(target=train, args=(loop,), daemon=True).start()
-        wait_until(lambda: loop.position.step >= 3, "the CPU did not run ahead")
-        assert loop.freeze(timeout_s=1.0) and loop.position.step == 2
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "back", *ON_GPU), closing) as engine:
+        hang_before(engine, 3)
+        threading.Thread(target=train, args=(engine,), daemon=True).start()
+        wait_until(lambda: engine.position.step >= 3, "the CPU did not run ahead")
+        assert engine.freeze(timeout_s=1.0) and engine.position.step == 2
         monkeypatch.setattr(Packed, "copy", slow)
-        save_frozen(loop)
-        step = loop.position.step
+        save_frozen(engine)
+        step = engine.position.step
     assert step in (3, 4) and checkpoint(RunDir(tmp_path / "back"), step)["position"]["step"] == step
 
 
@@ -155,15 +155,15 @@ def test_a_device_that_comes_back_during_the_save(kind: str, tmp_path: Path, mon
 def test_no_step_allocates(kind: str, tmp_path: Path) -> None:
     """From the third step on all memory comes from torch's cache: a call to the driver may wait for the device."""
     counts: list[int] = []
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "calm", *ON_GPU), closing) as loop:
-        end_update = loop.ring.end_update
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "calm", *ON_GPU), closing) as engine:
+        end_update = engine.ring.end_update
 
         def end() -> None:
             counts.append(torch.cuda.memory_stats()["num_device_alloc"])
             end_update()
 
-        loop.ring.end_update = end  # type: ignore[method-assign]
-        loop.run()
+        engine.ring.end_update = end  # type: ignore[method-assign]
+        engine.run()
     assert len(set(counts[4:])) == 1, counts
 
 

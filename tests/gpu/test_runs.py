@@ -23,7 +23,7 @@ from tests.gpu.devices import (
     skip_without,
     skip_without_nvjpeg,
 )
-from tests.support.photos import make_folder
+from tests.support.images import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 

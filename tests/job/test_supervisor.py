@@ -16,7 +16,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep.attempt.rescue import gone_file, silent_file
 from laststep.config.config import Config
-from laststep.job.supervisor import GONE_S
+from laststep.job.supervisor import GONE_S, STUCK_S
 from laststep.ranks.world import World
 from laststep.records.attempt_record import Reason
 from laststep.records.attempts import begin_attempt, end_attempt, read_answer
@@ -207,6 +207,45 @@ def test_a_frozen_rank_is_killed(anywhere: Step) -> None:
     step.rescue("hung")
     step.ends(0, 1)
     step.began(0, 1), step.began(1, 1)
+
+
+@pytest.mark.parametrize("reason", ["finished", "preempted", "failed"])
+def test_a_rank_that_waits_for_a_slow_disk(step: Step, reason: Reason) -> None:
+    """After the orderly end of an attempt a rank may wait in the kernel, for a slow disk say: it is left alone, since
+    to kill it would make a failure of what ended well. After a fault it would hold up the others, and is killed."""
+    rank = step.began(1)
+    step.began(0)
+    step.attempt_begins()
+    fifo = step.folder / "stuck.1.0"
+    os.mkfifo(fifo)
+    wait_until(lambda: stat_of(rank)[0] == "D", "the rank does not wait in the kernel")
+    if reason == "failed":
+        step.rescue(reason)
+        step.waits_for_gone(1)
+        return
+    assert end_attempt(step.run, step.world(0), step.config.launch, reason, 5, 5)
+    time.sleep(STUCK_S + 2)
+    assert stat_of(rank)[0] == "D" and "killing" not in step.said(1)
+    fifo.write_text("")
+    step.ends(0, 0)
+    step.ends(1, 0)
+    assert (step.status(0), step.status(1)) == (0, 0)
+
+
+def stat_of(process: int) -> list[str]:
+    """The state of a process by one letter, its parent, and more: man 5 proc."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def test_a_frozen_supervisor_does_not_hold_the_job(step: Step) -> None:
+    """Nobody else would notice: its rank is done, and srun waits for it."""
+    rank, _ = step.began(1), step.began(0)
+    supervisor = int(stat_of(rank)[1])
+    os.kill(supervisor, signal.SIGSTOP)
+    wait_until(lambda: stat_of(supervisor)[0] == "T", "the supervisor is not frozen")
+    step.ends(0, 0)
+    step.ends(1, 0)
+    assert (step.status(0), step.status(1)) == (0, 0)
 
 
 def test_ranks_that_do_not_reach_each_other(step: Step) -> None:

@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.store import CheckpointStore
 from laststep.loops.custom_loop import Phase
-from laststep.loops.engine import Loop
+from laststep.loops.engine import Engine
 from laststep.rundir import RunDir
 from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
@@ -52,32 +52,32 @@ class Disturbed:
 
         return values
 
-    def hang_in(self, loop: Loop, step: int, phase: Phase = Phase.IN_STEP) -> None:
+    def hang_in(self, engine: Engine, step: int, phase: Phase = Phase.IN_STEP) -> None:
         """Let the device hang before the update of `step` (from 1); a custom loop also has other updates."""
-        begin_update = loop.ring.begin_update
+        begin_update = engine.ring.begin_update
 
         def begin() -> None:
-            if loop.position.step == step - 1 and getattr(loop, "phase", phase) is phase:
+            if engine.position.step == step - 1 and getattr(engine.loop, "phase", phase) is phase:
                 self.queue.go_to(min(self.queue.limit, len(self.queue.queued)))
             begin_update()
 
-        loop.ring.begin_update = begin  # type: ignore[method-assign]
+        engine.ring.begin_update = begin  # type: ignore[method-assign]
         # All but Adam's `step`.
-        self.queue.memory = lambda: [t for t in self.tensors(loop) if t.ndim or not t.is_floating_point()]
+        self.queue.memory = lambda: [t for t in self.tensors(engine) if t.ndim or not t.is_floating_point()]
 
-    def tensors(self, loop: Loop) -> list[torch.Tensor]:
+    def tensors(self, engine: Engine) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        map_tensors(loop._state(), lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        map_tensors(engine.loop.state(), lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return found
 
-    def train(self, loop: Loop) -> None:
+    def train(self, engine: Engine) -> None:
         """Train in a thread until it waits for the device."""
-        threading.Thread(target=self.run, args=(loop,), daemon=True).start()
+        threading.Thread(target=self.run, args=(engine,), daemon=True).start()
         wait_until(lambda: self.queue.waiting, "the thread that trains does not wait for the device")
 
-    def run(self, loop: Loop) -> None:
+    def run(self, engine: Engine) -> None:
         with contextlib.suppress(Exception):
-            loop.run()
+            engine.run()
 
 
 @pytest.mark.parametrize("step", [1, 2, 4, 6, 7])
@@ -88,13 +88,13 @@ def test_the_step_before_is_saved(
     learning rates, counters, schedules and the user's own objects are ahead of the device's memory."""
     kind, expected = undisturbed
     disturbed = Disturbed(monkeypatch)
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "hangs"), closing) as loop:
-        disturbed.hang_in(loop, step)
-        disturbed.train(loop)
-        assert loop.position.step >= step, "the CPU is ahead"
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "hangs"), closing) as engine:
+        disturbed.hang_in(engine, step)
+        disturbed.train(engine)
+        assert engine.position.step >= step, "the CPU is ahead"
         disturbed.queue.rewind()
-        assert loop.freeze(timeout_s=0.0) and loop.position.step == step - 1
-        save_frozen(loop)
+        assert engine.freeze(timeout_s=0.0) and engine.position.step == step - 1
+        save_frozen(engine)
     run = RunDir(tmp_path / "hangs")
     if step > 1:
         saved, whole = checkpoint(run, step - 1), checkpoint(expected, step - 1)
@@ -107,14 +107,14 @@ def test_a_hang_at_the_end_of_an_epochs_steps(tmp_path: Path, monkeypatch: pytes
     """There a custom loop sends rank 0's buffers once more. The host already holds what must not be saved: buffers
     that the device has not received. The state is that of the last step, before anything that follows the steps."""
     disturbed = Disturbed(monkeypatch)
-    with contextlib.ExitStack() as closing, a_loop("custom", settings_of(tmp_path, "end"), closing) as loop:
-        disturbed.hang_in(loop, 6, Phase.BETWEEN_STEPS)
-        disturbed.train(loop)
-        assert loop.position.over, "the CPU is ahead"
+    with contextlib.ExitStack() as closing, a_loop("custom", settings_of(tmp_path, "end"), closing) as engine:
+        disturbed.hang_in(engine, 6, Phase.BETWEEN_STEPS)
+        disturbed.train(engine)
+        assert engine.position.over, "the CPU is ahead"
         disturbed.queue.rewind()
-        assert loop.freeze(timeout_s=0.0)
-        assert (loop.position.step, loop.position.batches, loop.position.over) == (5, 5, False)
-        save_frozen(loop)
+        assert engine.freeze(timeout_s=0.0)
+        assert (engine.position.step, engine.position.batches, engine.position.over) == (5, 5, False)
+        save_frozen(engine)
     run = RunDir(tmp_path / "end")
     assert checkpoint(run, 5)["position"]["records"] == len(lines(run)) == 5
 
@@ -126,13 +126,13 @@ def test_the_rank_comes_back_during_the_rescue(
     was copied is discarded, and the newer step is saved, with its line."""
     kind, expected = undisturbed
     disturbed = Disturbed(monkeypatch)
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "back"), closing) as loop:
-        disturbed.hang_in(loop, 3)
-        disturbed.train(loop)
-        assert loop.freeze(timeout_s=0.0) and loop.position.step == 2
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "back"), closing) as engine:
+        disturbed.hang_in(engine, 3)
+        disturbed.train(engine)
+        assert engine.freeze(timeout_s=0.0) and engine.position.step == 2
         disturbed.queue.go_to(10**9)
-        save_frozen(loop)
-        step = loop.position.step
+        save_frozen(engine)
+        step = engine.position.step
         assert step in (3, 4)
     run = RunDir(tmp_path / "back")
     assert CheckpointStore(run.checkpoints).steps() == [step]
@@ -156,13 +156,13 @@ def test_a_loop_that_waits_for_the_device_after_its_update(tmp_path: Path, monke
         return result
 
     monkeypatch.setattr(SGD, "step", step)
-    with contextlib.ExitStack() as closing, a_loop("custom", settings_of(tmp_path, "item"), closing) as loop:
-        disturbed.hang_in(loop, 3)
-        threading.Thread(target=disturbed.run, args=(loop,), daemon=True).start()
+    with contextlib.ExitStack() as closing, a_loop("custom", settings_of(tmp_path, "item"), closing) as engine:
+        disturbed.hang_in(engine, 3)
+        threading.Thread(target=disturbed.run, args=(engine,), daemon=True).start()
         assert waits.wait(DEADLINE_S), "no step waited for the device"
         disturbed.queue.rewind()
-        assert loop.freeze(timeout_s=0.0) and loop.position.step == 2
-        save_frozen(loop)
+        assert engine.freeze(timeout_s=0.0) and engine.position.step == 2
+        save_frozen(engine)
     assert CheckpointStore(RunDir(tmp_path / "item").checkpoints).steps() == [2]
 
 
@@ -180,10 +180,10 @@ def test_an_update_that_moves_the_weights(kind: str, tmp_path: Path, monkeypatch
         return plain(optimizer, *words, **more)
 
     monkeypatch.setattr(AdamW, "step", step)
-    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "moves"), closing) as loop:
-        disturbed.hang_in(loop, 3)
-        disturbed.train(loop)
-        assert not loop.freeze(timeout_s=0.0)
+    with contextlib.ExitStack() as closing, a_loop(kind, settings_of(tmp_path, "moves"), closing) as engine:
+        disturbed.hang_in(engine, 3)
+        disturbed.train(engine)
+        assert not engine.freeze(timeout_s=0.0)
 
 
 def test_a_device_that_fails_during_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +193,11 @@ def test_a_device_that_fails_during_the_save(tmp_path: Path, monkeypatch: pytest
     def fails(event: ScriptedEvent) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with contextlib.ExitStack() as closing, a_loop("task", settings_of(tmp_path, "fails"), closing) as loop:
-        disturbed.hang_in(loop, 3)
-        disturbed.train(loop)
-        assert loop.freeze(timeout_s=0.0)
+    with contextlib.ExitStack() as closing, a_loop("task", settings_of(tmp_path, "fails"), closing) as engine:
+        disturbed.hang_in(engine, 3)
+        disturbed.train(engine)
+        assert engine.freeze(timeout_s=0.0)
         monkeypatch.setattr(ScriptedEvent, "query", fails)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            save_frozen(loop)
+            save_frozen(engine)
     assert CheckpointStore(RunDir(tmp_path / "fails").checkpoints).steps() == []

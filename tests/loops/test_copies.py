@@ -22,10 +22,10 @@ from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.config.errors import ConfigError
-from laststep.loops.engine import HeldCopy, Rescued
+from laststep.loops.engine import Engine, Loop, SavableCopy
 from laststep.loops.learner import LateUpdate
 from laststep.loops.measured import Measured, Readback
-from laststep.loops.snapshot import Copies, HeldState, open_link
+from laststep.loops.snapshot import Copies, open_link
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
@@ -62,17 +62,19 @@ class Pending:
         del self.steps[:count]
 
 
-class Rank(Rescued):
+class Rank(Engine):
     """A rank of a run whose every step sets the state to that of its number."""
 
     def __init__(self, cluster: Cluster, place: ShardPlace, every_steps: int) -> None:
-        super().__init__(torch.device("cpu"))
+        self._open_ring(torch.device("cpu"))  # the part of an engine that a rescue reads
+        loop = SimpleNamespace(state=lambda: self.tensors, unchanged=lambda: True)  # a CPU does not run ahead
+        self.loop = cast(Loop, loop)
         self.cluster, self.place, self.size = cluster, place, place.shards
         self.store = CheckpointStore(cluster.folder / "checkpoints")
         self.metrics = MetricsFile(cluster.folder / "metrics.jsonl", writes=False)
         self.pending = Pending()
         self.readback = cast(Readback, self.pending)
-        self.state: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
         self.copies = Copies(open_link(cluster.group(place.shard), place), place, torch.device("cpu"), every_steps, 5.0)
         self.restored = True
         with self.ring.update():
@@ -82,15 +84,9 @@ class Rank(Rescued):
         """One step; its line is written one step late."""
         with pretended_rank(self.place) as mesh:
             self.ring.begin_update()
-            self.state = sharded_state(full_state(self.position.step + 1), self.place, mesh)
-            self._end_update({}, samples=8)
+            self.tensors = sharded_state(full_state(self.position.step + 1), self.place, mesh)
+            self.end_update({}, samples=8)
         self._write_steps(self.pending.read_now(self.position.step - 1))
-
-    def _state(self) -> dict[str, Any]:
-        return self.state
-
-    def _hold(self) -> HeldState:
-        raise AssertionError("a CPU does not run ahead")
 
     def _checkpoint_info(self) -> CheckpointInfo:
         return CheckpointInfo(self.position.step, 1, self.position.samples, {})
@@ -113,7 +109,7 @@ class Late:
     def do(self, gathered: Gathered) -> tuple[Mapping[str, torch.Tensor], int] | None:
         self.tried = True
         with pretended_rank(self.rank.place) as mesh:
-            self.rank.state = sharded_state(full_state(gathered.step), self.rank.place, mesh)
+            self.rank.tensors = sharded_state(full_state(gathered.step), self.rank.place, mesh)
         if not gathered.values:
             raise RuntimeError("in the middle of the update")
         return {}, 8
@@ -145,7 +141,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, closing)
 
 
-def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[HeldCopy]]:
+def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[SavableCopy]]:
     """What each of these ranks can save of its copies. Without `live`, none can read what it trains with."""
     for rank in ranks:
         assert not live or rank.freeze(0.0)

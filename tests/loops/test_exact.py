@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from laststep.records.metrics import read_lines
-from tests.support.photos import make_folder
+from tests.support.images import make_folder
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import EVERYTHING, config, stop_and_resume, undisturbed
 from tests.support.tasks import note_decoding, share_nothing

@@ -25,6 +25,7 @@ from laststep.attempt.ending import exit_now
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.shards import local_of
+from laststep.loops.engine import Engine
 from laststep.loops.task_loop import TaskLoop
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
@@ -62,55 +63,58 @@ class Fused(Larger):
 class Rank:
     """One rank, whose device hangs in its step."""
 
-    def __init__(self, loop: TaskLoop, disturbed: Disturbed, folder: Path, step: int) -> None:
-        self.loop, self.disturbed, self.folder, self.step = loop, disturbed, folder, step
-        self.is_behind = loop.rank < 2
+    def __init__(self, engine: Engine, disturbed: Disturbed, folder: Path, step: int) -> None:
+        self.engine, self.disturbed, self.folder, self.step = engine, disturbed, folder, step
+        assert isinstance(engine.loop, TaskLoop)
+        self.learner = engine.loop.learner
+        self.is_behind = engine.rank < 2
         tensors = disturbed.tensors
-        disturbed.tensors = lambda loop: [*tensors(loop), *self.gradients()]  # type: ignore[method-assign]
-        disturbed.hang_in(loop, step if self.is_behind else step + 1)
-        hangs = loop.ring.begin_update
+        disturbed.tensors = lambda engine: [*tensors(engine), *self.gradients()]  # type: ignore[method-assign]
+        disturbed.hang_in(engine, step if self.is_behind else step + 1)
+        hangs = engine.ring.begin_update
 
         def begin() -> None:
             disturbed.queue.event().record()  # the device has done all of the step but what all ranks gather
             hangs()
 
-        loop.ring.begin_update = begin  # type: ignore[method-assign]
+        engine.ring.begin_update = begin  # type: ignore[method-assign]
 
     def gradients(self) -> list[torch.Tensor]:
         """Those of the step under way: the update clips them."""
-        found = [rows.grad for group in self.loop.learner.optimizer.param_groups for rows in group["params"]]
+        found = [rows.grad for group in self.learner.optimizer.param_groups for rows in group["params"]]
         return [gradient for gradient in found if gradient is not None]
 
     def hangs(self) -> None:
         """Train until the device hangs. What the CPU has computed beyond that is not there on a device."""
-        loop, queue, step = self.loop, self.disturbed.queue, self.step
-        threading.Thread(target=self.disturbed.run, args=(loop,), daemon=True).start()
+        engine, queue, step = self.engine, self.disturbed.queue, self.step
+        threading.Thread(target=self.disturbed.run, args=(engine,), daemon=True).start()
         if not self.is_behind:  # it waits in the next step for those that are
             wait_until(
-                lambda: loop.position.step == step and loop.learner.gradients.gathered(step), "it does not train"
+                lambda: engine.position.step == step and self.learner.gradients.gathered(step),
+                "it does not train",
             )
-            assert loop.freeze(DEADLINE_S) and loop.position.step == step
+            assert engine.freeze(DEADLINE_S) and engine.position.step == step
             return
         wait_until(lambda: queue.waiting, "the thread that trains does not wait for the device")
-        assert loop.position.step == step, "the CPU is ahead"
+        assert engine.position.step == step, "the CPU is ahead"
         queue.rewind()
-        assert loop.freeze(0.0) and loop.position.step == step - 1
+        assert engine.freeze(0.0) and engine.position.step == step - 1
 
     def advances(self, gathered: Gathered) -> bool:
         """Do the update in the rescue. What the device has not done yet holds nothing of use."""
-        self.loop.learner.gradients._met[self.step - 1].fill_(torch.nan)  # type: ignore[attr-defined]
-        for tensor in self.loop.readback._pending[-1][1].values():
+        self.learner.gradients._met[self.step - 1].fill_(torch.nan)  # type: ignore[attr-defined]
+        for tensor in self.engine.readback._pending[-1][1].values():
             tensor.fill_(torch.nan)
-        return self.loop.advance(gathered)
+        return self.engine.advance(gathered)
 
     def state(self) -> Any:
         """What this rank would save."""
-        loop = self.loop
-        if loop.rank == 0:
-            loop.metrics.sync()
+        engine = self.engine
+        if engine.rank == 0:
+            engine.metrics.sync()
         saved: dict[str, Any] = {}
-        map_tensors(loop._frozen_state(), lambda t: saved.setdefault(str(len(saved)), local_of(t).clone()))
-        return {**saved, "position": loop.position.place, "loss": loop.position.loss_sum}
+        map_tensors(engine._frozen_state(), lambda t: saved.setdefault(str(len(saved)), local_of(t).clone()))
+        return {**saved, "position": engine.position.place, "loss": engine.position.loss_sum}
 
 
 Script = Callable[[Rank, Callable[[], Gathered]], Any]
@@ -119,68 +123,68 @@ Script = Callable[[Rank, Callable[[], Gathered]], Any]
 def rescues(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The update is done once more, with what the other node has gathered."""
     if rank.is_behind:
-        assert not rank.loop.advance(Gathered(rank.step - 1, ())), "that one is done"
-        assert rank.loop.gathered != gathered() and rank.advances(gathered())
-        assert rank.loop.freeze(0.0) and rank.loop.position.step == rank.step
-        assert not rank.loop.advance(gathered()), "once"
+        assert not rank.engine.advance(Gathered(rank.step - 1, ())), "that one is done"
+        assert rank.engine.gathered != gathered() and rank.advances(gathered())
+        assert rank.engine.freeze(0.0) and rank.engine.position.step == rank.step
+        assert not rank.engine.advance(gathered()), "once"
     return rank.state()
 
 
 def wakes_up(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The other node was only suspended. After the update in the rescue the collective returns, and this device does
     the update again; what it gives to the others in the next step follows from that."""
-    loop, queue = rank.loop, rank.disturbed.queue
+    engine, queue = rank.engine, rank.disturbed.queue
     if rank.is_behind:
-        assert rank.advances(gathered()) and loop.freeze(0.0)
+        assert rank.advances(gathered()) and engine.freeze(0.0)
         queue.go_to(sys.maxsize)
-        wait_until(lambda: loop.ring._stopped, "the thread that trains does not stop")
-        assert not loop.freeze(0.0), "what it holds is nothing that should be saved"
-        (rank.folder / f"stopped{loop.rank}").touch()
+        wait_until(lambda: engine.ring._stopped, "the thread that trains does not stop")
+        assert not engine.freeze(0.0), "what it holds is nothing that should be saved"
+        (rank.folder / f"stopped{engine.rank}").touch()
     else:
         wait_until(lambda: len(list(rank.folder.glob("stopped*"))) == 2, "the other node does not stop")
-        assert loop.learner.gradients.gathered(rank.step + 1) is None and loop.position.step == rank.step
+        assert rank.learner.gradients.gathered(rank.step + 1) is None and engine.position.step == rank.step
 
 
 def has_gone_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The collective has returned before the update in the rescue. The step is whole as the device left it."""
-    loop = rank.loop
+    engine = rank.engine
     if rank.is_behind:
         rank.disturbed.queue.go_to(sys.maxsize)
-        wait_until(lambda: loop.ring._stopped, "the thread that trains does not stop")
-        assert not loop.advance(gathered())
-        assert loop.freeze(0.0) and loop.position.step == rank.step
+        wait_until(lambda: engine.ring._stopped, "the thread that trains does not stop")
+        assert not engine.advance(gathered())
+        assert engine.freeze(0.0) and engine.position.step == rank.step
 
 
 def goes_on(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The collective returns after all, during the update: the device does it too."""
     if rank.is_behind:
-        update = rank.loop.learner.update
+        update = rank.learner.update
 
         def late() -> Any:
             measured = update()
             rank.disturbed.queue.go_to(sys.maxsize)
             return measured
 
-        rank.loop.learner.update = late  # type: ignore[method-assign]
+        rank.learner.update = late  # type: ignore[method-assign]
         with pytest.raises(StateChanged):
             rank.advances(gathered())
-        assert not rank.loop.freeze(0.0), "what it holds is nothing that should be saved"
+        assert not rank.engine.freeze(0.0), "what it holds is nothing that should be saved"
 
 
 def cannot(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """What the update needs is not there any more. The step before stays as whole as it was."""
     if rank.is_behind:
         before = rank.state()
-        assert not rank.loop.advance(gathered()) and rank.loop.freeze(0.0)
+        assert not rank.engine.advance(gathered()) and rank.engine.freeze(0.0)
         after = rank.state()
         assert all(torch.equal(after[name], before[name]) for name in before if name.isdecimal())
-        assert rank.loop.position.step == rank.step - 1
+        assert rank.engine.position.step == rank.step - 1
 
 
 def still_runs(rank: Rank, gathered: Callable[[], Gathered]) -> Any:
     """The thread that trains is in the user's code, and may still change what the update needs."""
     if rank.is_behind:
-        rank.loop.ring._waits = False
+        rank.engine.ring._waits = False
     cannot(rank, gathered)
 
 
@@ -211,12 +215,12 @@ def _rank(folder: Path, script: Script, task: type[Larger], rank: int, step: int
             disturbed = Disturbed(monkeypatch)
             settings = config(folder, "run", 1, (*SETTINGS, f"train.log_every={3 if task is Fused else 2}"))
             group = Group(world, store, torch.device("cpu"), "gloo", seal=Seal(b"of all ranks"))
-            with a_loop(task, settings, closing, group=group) as loop:
-                assert isinstance(loop, TaskLoop)
-                one = Rank(loop, disturbed, folder, step)
+            with a_loop(task, settings, closing, group=group) as engine:
+                assert isinstance(engine.loop, TaskLoop)
+                one = Rank(engine, disturbed, folder, step)
                 one.hangs()
                 if rank == 3:
-                    torch.save(loop.gathered, folder / "gathered.new")
+                    torch.save(engine.gathered, folder / "gathered.new")
                     (folder / "gathered.new").rename(folder / "gathered")
 
                 def gathered() -> Gathered:

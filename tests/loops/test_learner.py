@@ -419,5 +419,52 @@ def test_a_task_without_a_loss() -> None:
     """A Task whose step() returns no loss gets an error before the first step."""
     learning = learner()
     learning.task.step = lambda model, batch: {"los": model(batch[0]).sum()}  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match=r"step\(\) must return a dict with a 'loss', not \['los'\]"):
+    with pytest.raises(ConfigError, match=r"step\(\): must return a dict with a 'loss', not \['los'\]"):
         learning.warm_up((IMAGES, LABELS))
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (lambda loss, training: loss, r'step\(\): must return a dict with a "loss", such as .*, not a Tensor'),
+        (
+            lambda loss, training: {"loss": loss, "accuracy": 0.5},
+            r"'accuracy' is of type float; return a tensor of one",
+        ),
+        (lambda loss, training: {"loss": loss.expand(3)}, r"'loss' has shape \(3,\); return its mean, loss.mean\(\)"),
+        (lambda loss, training: {"loss": loss.detach()}, r"the loss does not depend on any trainable parameter"),
+        (
+            lambda loss, training: {"loss": loss, **({} if training else {"top5": loss})},
+            r"step\(\) returns top5 only in validation; return the same names in both",
+        ),
+        (
+            lambda loss, training: {"loss": loss, **({"top1": loss} if training else {"top5": loss})},
+            r"step\(\) returns top1 only in training and top5 only in validation",
+        ),
+        (
+            lambda loss, training: loss if training is None else ({"loss": loss} if training else loss),
+            r"step\(\), in validation: must return a dict",
+        ),
+    ],
+    ids=["a bare loss", "a float", "not reduced", "no gradient", "only in validation", "different names", "bare there"],
+)
+def test_what_a_step_returns(step: Callable[[Tensor, bool], Any], says: str) -> None:
+    """Internals of torch, after a whole epoch or never: one line before the first step instead. A metric that only
+    validation returns was dropped without a word."""
+    learning = learner()
+
+    def of_task(model: nn.Module, batch: Any) -> Any:
+        return step(functional.cross_entropy(model(batch[0]), batch[1]), model.training)
+
+    learning.task.step = of_task  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=says):
+        learning.warm_up((IMAGES, LABELS), (IMAGES, LABELS))
+
+
+def test_a_validation_batch_in_the_warm_up_changes_nothing() -> None:
+    """The state before the first step is the same with it and without it: the run's bits do not depend on it."""
+    one, other = learner(), learner()
+    one.warm_up((IMAGES, LABELS), (IMAGES, LABELS))
+    other.warm_up((IMAGES, LABELS))
+    assert same(one.model.state_dict(), other.model.state_dict())
+    assert one.model.training

@@ -252,9 +252,9 @@ def test_a_custom_loop_that_has_no_shares_is_refused() -> None:
     """One without run.shares(...) would ignore the key, and end with other bits at another size."""
     config = Config.load(None, ["task=examples.custom_loop.main", "train.shares=2"])
     with pytest.raises(ConfigError, match=r"train.shares=2: examples.custom_loop.main, a custom loop, does not comp"):
-        check_keys(config, ["train.shares=2"])
+        check_keys(config, ["train.shares"])
     config.task = "tests.support.shared_loops.thorough"
-    check_keys(config, ["train.shares=2"])
+    check_keys(config, ["train.shares"])
 
 
 def test_a_rank_refuses_too(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
 from laststep.loops.registered import FingerprintedState
-from laststep.loops.snapshot import Buffers, HeldOptimizer
+from laststep.loops.snapshot import Buffers, OptimizerSnapshot
 from laststep.ranks.group import Group
 from tests.support.worlds import a_world
 
@@ -47,7 +47,7 @@ def test_an_optimisers_state_stays_what_it_was() -> None:
         optimizer.step()
         expected = optimizer.state_dict()
         counters = [float(values["step"]) for values in expected["state"].values() if "step" in values]
-        held = HeldOptimizer(optimizer, on_host=lambda tensor: tensor.ndim == 0)
+        held = OptimizerSnapshot(optimizer, on_host=lambda tensor: tensor.ndim == 0)
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 0.5
         found = held.state_dict()
@@ -65,7 +65,7 @@ def test_an_optimiser_that_replaces_its_tensors() -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    held = HeldOptimizer(optimizer, on_host=lambda tensor: False)
+    held = OptimizerSnapshot(optimizer, on_host=lambda tensor: False)
     before = optimizer.state[model.weight]["momentum_buffer"]
     optimizer.state[model.weight]["momentum_buffer"] = before * 2
     assert held.state_dict()["state"][0]["momentum_buffer"] is before

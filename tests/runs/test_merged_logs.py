@@ -15,8 +15,8 @@ from laststep.cli.main import main
 from laststep.rundir import RunDir
 from laststep.runs.run_folders import PROJECT
 from laststep.runs.run_logs import MergedLogs
+from tests.support.commands import Screen
 from tests.support.records import ended_attempt
-from tests.support.terminal import Screen
 
 HEAD = "[laststep {at}] attempt begins on 2026-11-21: rank {rank} of 2 on n1 (slurm, job 7, restart {restart})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.slurm.user import User
-from tests.support.terminal import LONG, SLOW_STEPS
+from tests.support.commands import LONG, SLOW_STEPS
 from tests.support.waiting import DEADLINE_S
 
 IN_SETUP = ("launch.setup=['sleep 300']",)

@@ -18,9 +18,9 @@ import pytest
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
+from tests.support.commands import Shell
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
-from tests.support.shell import Shell
 
 LASTSTEP = "#!{python}\nimport sys\nfrom laststep import main\nsys.exit(main())\n"  # as pip writes it
 NOT_IN_A_CLONE = (
@@ -123,7 +123,11 @@ def test_install(tmp_path: Path, env: dict[str, str]) -> None:
 def clone(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
     """A clone of this repository, with the environment and the cluster that `make slurm` makes."""
     folder = tmp_path / "laststep"
-    shutil.copytree(PROJECT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_IN_A_CLONE))
+    ignored = shutil.ignore_patterns(*NOT_IN_A_CLONE)
+    # Only at the top: laststep/runs is a room.
+    shutil.copytree(
+        PROJECT, folder, symlinks=True, ignore=lambda at, names: ignored(at, names) if at == str(PROJECT) else ()
+    )
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / ".slurm").symlink_to(cluster.folder)
     yield folder

@@ -18,8 +18,8 @@ import pytest
 from laststep.records.metrics import newest_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
+from tests.support.commands import LONG, SLOW_STEPS
 from tests.support.project import PROJECT
-from tests.support.terminal import LONG, SLOW_STEPS
 from tests.support.waiting import DEADLINE_S
 
 TWO_RANKS = ("--tasks-per-node", "2")

@@ -17,12 +17,11 @@ import pytest
 from laststep.data.catalog import MNIST_5K
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from tests.support.commands import begin, end
+from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
 from tests.support.forked import forked_python
-from tests.support.photos import make_folder
+from tests.support.images import make_folder
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint, reasons
-from tests.support.terminal import LONG, Terminal, children, ranks_of
 from tests.support.waiting import DEADLINE_S, read_until, wait_until
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")

@@ -17,9 +17,9 @@ import pytest
 from laststep.config.config import Config
 from laststep.ranks.group import MEETING_S
 from laststep.records.metrics import read_lines
+from tests.support.commands import SLOW_STEPS, Terminal, ranks_of
 from tests.support.project import SILENT_PATH
 from tests.support.ranks import fingerprint, pause, reasons
-from tests.support.terminal import SLOW_STEPS, Terminal, ranks_of
 from tests.support.undisturbed import undisturbed_run
 from tests.support.waiting import DEADLINE_S, wait_until
 

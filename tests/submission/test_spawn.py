@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from laststep.rundir import RunDir
+from tests.support.commands import LONG, children
 from tests.support.project import PROJECT
 from tests.support.ranks import reasons
-from tests.support.terminal import LONG, children
 from tests.support.waiting import DEADLINE_S
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laststep.loops.engine import Rescued
+from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
 from laststep.loops.sharded import Sharded
 from laststep.ranks.launchers import detect_world
@@ -61,11 +61,11 @@ def _be_late(step: int, how: str, folder: Path) -> None:
 
 
 def _fail_later(step: int, rank: int, others: list[int], folder: Path) -> None:
-    end_update = Rescued._end_update
+    end_update = Engine.end_update
     calls = iter(range(1, 1000))
 
-    def ended(loop: Rescued, *words: Any, **more: Any) -> None:
-        end_update(loop, *words, **more)
+    def ended(engine: Engine, *words: Any, **more: Any) -> None:
+        end_update(engine, *words, **more)
         if next(calls) == step:
             (folder / str(rank)).touch()
             if rank == others[-1]:
@@ -75,4 +75,4 @@ def _fail_later(step: int, rank: int, others: list[int], folder: Path) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("a bad sample")
 
-    Rescued._end_update = ended  # type: ignore[method-assign,assignment]
+    Engine.end_update = ended  # type: ignore[method-assign,assignment]

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.engine import Loop
+from laststep.loops.engine import Engine
 from laststep.ranks.launchers import detect_world
 from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification
@@ -182,7 +182,7 @@ class KilledInTheLastSave(Classification):
         super().__init__(config)
         world = detect_world()
         if world.rank == 1 and world.step_restarts == 0:
-            Loop._save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Engine.save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
 
 class KilledOnce(Classification):

@@ -10,7 +10,7 @@ import torch
 from laststep.checkpoint.files import StateChanged, Stripe
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState, reason_of
-from laststep.loops.engine import Rescued
+from laststep.loops.engine import Engine
 
 
 def frozen_state(
@@ -36,14 +36,14 @@ def save_alone(
         raise store.write_error(info.step, reason_of(error)) from error
 
 
-def save_frozen(loop: Rescued) -> None:
+def save_frozen(engine: Engine) -> None:
     """Save the state that the loop has frozen; should the device change it meanwhile, the next one."""
     while True:
         try:
-            with loop.frozen() as frozen:
+            with engine.frozen() as frozen:
                 return _save(frozen, "rescue-0")
         except StateChanged:
-            assert loop.freeze(timeout_s=0.0), "no state is whole any more"
+            assert engine.freeze(timeout_s=0.0), "no state is whole any more"
 
 
 def _save(frozen: FrozenState, tag: str) -> None:

@@ -20,7 +20,7 @@ from laststep.checkpoint.pack import load, map_tensors
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.loops.engine import AttemptContext, Loop
+from laststep.loops.engine import AttemptContext, Engine
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
@@ -81,7 +81,7 @@ def a_loop(
     closing: contextlib.ExitStack,
     function: Callable[[Run], Any] = doubling,
     group: Group | None = None,
-) -> Iterator[Loop]:
+) -> Iterator[Engine]:
     """A loop in this process, restored from the newest checkpoint: "task", "custom", which calls `function`, or that of
     a Task. It may be one of a `group` of several ranks."""
     run = RunDir(Path(settings.launch.root) / str(settings.launch.name))
@@ -98,9 +98,10 @@ def a_loop(
     try:
         task = Doubling if kind == "task" else kind
         loop = make_custom_loop(function, context) if isinstance(task, str) else TaskLoop(task, context)
-        closing.callback(loop.tensorboard.end)  # its thread waits for minutes else
-        loop.restore(read_newest(loop.store, group, loop.store.candidates(print), print, lambda _: None))
-        yield loop
+        engine = loop.engine
+        closing.callback(engine.tensorboard.end)  # its thread waits for minutes else
+        engine.restore(read_newest(engine.store, group, engine.store.candidates(print), print, lambda _: None))
+        yield engine
     finally:
         gc.unfreeze()  # the loop has frozen all objects of this process
         closing.close()
@@ -114,9 +115,9 @@ def run_function(function: Callable[[Run], Any], root: Path, name: str, *options
     """A run of one rank whose loop is this function, from its newest checkpoint to its end."""
     with (
         contextlib.ExitStack() as closing,
-        a_loop("custom", settings_of(root, name, *options), closing, function) as loop,
+        a_loop("custom", settings_of(root, name, *options), closing, function) as engine,
     ):
-        loop.run()
+        engine.run()
     return RunDir(root / name)
 
 
@@ -130,8 +131,8 @@ def undisturbed_run(kind: str, root: Path, *options: str) -> RunDir:
     """A run with a checkpoint after each step."""
     every = ("checkpoint.every_steps=1", "checkpoint.keep_last=99", "checkpoint.asynchronous=false")
     settings = settings_of(root, "undisturbed", *every, *options)
-    with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as loop:
-        loop.run()
+    with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as engine:
+        engine.run()
     return RunDir(root / "undisturbed")
 
 

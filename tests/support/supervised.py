@@ -1,7 +1,9 @@
 """A stand-in for a rank: `python -m tests.support.supervised LOGS` writes down each start and its signals, then waits.
 
 It does so in the folder LASTSTEP_TEST_RANKS. It ends with the status in the file `end.RANK.RESTARTS`, or by the signal
-whose negative number is there. Meanwhile rank 1 holds the file LASTSTEP_TEST_HELD open, if there is such a variable.
+whose negative number is there. Once there is a FIFO `stuck.RANK.RESTARTS`, it waits in the kernel (state D of man 5
+proc) until something opens that for writing. Meanwhile rank 1 holds the file LASTSTEP_TEST_HELD open, if there is such
+a variable.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     (folder / f"began.{me}.tmp").write_text(str(os.getpid()))
     (folder / f"began.{me}.tmp").rename(folder / f"began.{me}")
+    fifo, opens = folder / f"stuck.{me}", os.O_RDONLY
     while not (folder / f"end.{me}").exists():
+        if fifo.exists():  # a parent waits in the kernel until its child has opened what its program begins with
+            os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 3, fifo, opens, 0)])
+            fifo.unlink()
         time.sleep(0.01)
     status = int((folder / f"end.{me}").read_text())
     if status < 0:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.data import image_files
-from laststep.loops.engine import Loop
+from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
 from laststep.observe import tensorboard_writer
 from laststep.ranks.launchers import detect_world
@@ -91,13 +91,13 @@ def await_agreement() -> None:
 
 def read_one_step_late() -> None:
     """Let a step's measurements arrive one step later, as on a GPU."""
-    begin = Loop.__init__
+    begin = Engine.__init__
 
-    def begin_late(self: Loop, *words: Any, **more: Any) -> None:
+    def begin_late(self: Engine, *words: Any, **more: Any) -> None:
         begin(self, *words, **more)
         self.reads_one_step_late = True
 
-    Loop.__init__ = begin_late  # type: ignore[method-assign]
+    Engine.__init__ = begin_late  # type: ignore[method-assign]
 
 
 def in_any_order(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -203,9 +203,9 @@ class SignalledElsewhere(Classification):
         self.where = os.environ.get("LASTSTEP_TEST_WHERE", "nowhere")
         self.steps = -1
         if self.where == "restoring" and self.rank == 1:
-            self.before(Loop, "_finish_restore")
+            self.before(Engine, "finish_restore")
         if self.where == "ending" and self.rank == 1:
-            self.before(Loop, "_save_last")
+            self.before(Engine, "save_last")
         if self.where == "saving" and self.rank == 0:
             self.before(CheckpointStore, "commit", agree=True)
 
@@ -368,7 +368,7 @@ class DiesInTheSave(Signalled):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if str(detect_world().rank) in os.environ["LASTSTEP_TEST_DIES"].split(","):
-            Loop._save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Engine.save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
 
 class Held(Classification):

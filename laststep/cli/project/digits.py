@@ -15,6 +15,8 @@ from laststep.data.catalog import MNIST_5K  # the folder of 5,000 digits that co
 class Digits(Task):
     """Laststep does the rest: batches, optimiser, learning rate, validation, checkpoints."""
 
+    reads = ()  # nothing of `model` and `data`, so `model.name=resnet18`, which would change nothing, is refused
+
     def datasets(self) -> tuple[TensorDataset, TensorDataset]:
         """The training set and the validation set."""
         return digits(train=True), digits(train=False)

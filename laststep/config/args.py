@@ -1,0 +1,86 @@
+"""A task's own settings: the section `args`, free, or checked against a dataclass of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
+
+from laststep.config.errors import ConfigError, first_line, nearest
+from laststep.config.keys import escaped, leaves
+
+
+class FreeArgs(SimpleNamespace):
+    """The settings as attributes: args.lr. Each that is read is noted, if a `free_args` was told where."""
+
+    __slots__ = ("_noted",)  # not among the settings; a copy lacks it
+
+    def __getattribute__(self, name: str) -> Any:
+        try:
+            key, seen = object.__getattribute__(self, "_noted")
+        except AttributeError:
+            return super().__getattribute__(name)
+        if name == "__dict__":  # vars(args): all of them
+            seen.add(key)
+        elif not name.startswith("__") and not isinstance(vars_of(self).get(name), FreeArgs):
+            seen.add(f"{key}.{name}")
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingArg(f"args.{name}: not set; give it a value, as in args.{name}=1")
+
+
+def vars_of(args: SimpleNamespace) -> dict[str, Any]:
+    """`vars`, without noting that all of it has been read."""
+    found: dict[str, Any] = object.__getattribute__(args, "__dict__")
+    return found
+
+
+class MissingArg(ConfigError, AttributeError):
+    """A setting that the function reads is not set. An AttributeError, so that getattr(args, name, default) works."""
+
+
+def free_args(given: Mapping[str, Any], seen: set[str] | None = None, key: str = "args") -> FreeArgs:
+    """Settings of any name. The dotted key of each that is read is added to `seen`."""
+    inner = {
+        name: free_args(value, seen, f"{key}.{name}") if isinstance(value, dict) else value
+        for name, value in given.items()
+    }
+    args = FreeArgs(**inner)
+    if seen is not None:
+        args._noted = (key, seen)
+    return args
+
+
+def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass with these values. Raises ConfigError."""
+    try:
+        tree = OmegaConf.structured(schema)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"args: {schema.__name__} cannot hold settings: {first_line(error)}") from None
+    _thaw(tree)
+    for key, value in leaves(given):
+        try:
+            OmegaConf.update(tree, key, escaped(value))
+        except ConfigAttributeError:
+            names = [name for name, _ in leaves(OmegaConf.to_container(tree))]
+            raise ConfigError(f"args.{key}: {schema.__name__} has no such field; {nearest(key, names)}") from None
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"args.{key}={value}: {first_line(error)}") from None
+    try:
+        return OmegaConf.to_object(tree)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"args.{error.full_key}: not set, and {schema.__name__} has no default for it") from None
+    except Exception as error:  # the dataclass's own check, in __post_init__
+        raise ConfigError(f"args: {schema.__name__} refuses them: {first_line(error)}") from None
+
+
+def _thaw(tree: Any) -> None:
+    """Let the fields be set for now, of frozen dataclasses too."""
+    OmegaConf.set_readonly(tree, False)
+    for name in tree:
+        if not OmegaConf.is_missing(tree, name) and isinstance(tree[name], DictConfig):
+            _thaw(tree[name])

@@ -1,0 +1,79 @@
+"""What follows the end of an attempt, and who acts on it: each line of the tables in laststep/attempt/restart.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from laststep.attempt.restart import Actor, Follows, Verdict, what_follows, who_acts
+from laststep.config.schema import Launch
+from laststep.ranks.slurm import Job
+from laststep.ranks.watchdog import Fault
+from laststep.ranks.world import World
+from laststep.records.retry import Decision, Next
+from tests.support.worlds import a_world
+
+RESTART, REQUEUE, USED_UP = Decision(Next.RESTART), Decision(Next.REQUEUE), Decision(Next.END, "the budget is used up")
+RUNS: Job = {"JobState": "RUNNING", "Restarts": "0", "EndTime": "Unknown"}
+NEAR = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 5))
+Starts = Literal[Follows.RESTART_IN_STEP, Follows.NEW_STEP]
+IN_STEP: Starts = Follows.RESTART_IN_STEP
+NEW_STEP: Starts = Follows.NEW_STEP
+
+
+@pytest.mark.parametrize(
+    ("policy", "job", "asker", "obstacle", "verdict"),
+    [
+        pytest.param(USED_UP, RUNS, NEW_STEP, "", Verdict(Follows.END, "the budget is used up"), id="used up"),
+        pytest.param(RESTART, RUNS, IN_STEP, "", Verdict(IN_STEP), id="supervisors"),
+        pytest.param(RESTART, RUNS, NEW_STEP, "", Verdict(NEW_STEP), id="batch shell"),
+        pytest.param(RESTART, RUNS, None, "", Verdict(Follows.REQUEUE), id="nobody can start the ranks"),
+        pytest.param(REQUEUE, RUNS, NEW_STEP, "", Verdict(Follows.REQUEUE), id="restarts are used up"),
+        pytest.param(RESTART, RUNS, NEW_STEP, "n2 is DOWN", Verdict(Follows.REQUEUE, "n2 is DOWN"), id="bad node"),
+        pytest.param(
+            RESTART,
+            {**RUNS, "EndTime": NEAR},
+            NEW_STEP,
+            "",
+            Verdict(Follows.REQUEUE, "its time limit is near"),
+            id="near its limit",
+        ),
+        pytest.param(
+            RESTART, {**RUNS, "JobState": "CANCELLED"}, NEW_STEP, "", Verdict(Follows.END), id="cancelled meanwhile"
+        ),
+        pytest.param(
+            USED_UP, {**RUNS, "Restarts": "1"}, NEW_STEP, "", Verdict(Follows.SLURM_REQUEUES), id="Slurm was faster"
+        ),
+        pytest.param(RESTART, {"JobState": "REPLACED"}, IN_STEP, "", Verdict(Follows.END), id="another job has its id"),
+    ],
+)
+def test_what_follows(policy: Decision, job: Job, asker: Starts | None, obstacle: str, verdict: Verdict) -> None:
+    """The same decision, whoever is the last that lives to ask for it."""
+    assert what_follows(policy, job, 0, Launch(), asker, lambda: obstacle) == verdict
+
+
+SUBMITTED = a_world(launcher="submitit-slurm", on_slurm=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "silent", "shell_killed", "srun_ends", "actor"),
+    [
+        pytest.param(replace(SUBMITTED, step_restarts=0), True, False, False, Actor.SUPERVISORS, id="supervised"),
+        pytest.param(replace(SUBMITTED, step_restarts=0), False, True, False, Actor.RANK, id="no shell is left"),
+        pytest.param(SUBMITTED, False, False, False, Actor.SHELL, id="batch shell"),
+        pytest.param(SUBMITTED, True, False, False, Actor.RANK, id="srun may never end"),
+        pytest.param(SUBMITTED, True, False, True, Actor.SHELL, id="srun was ended"),
+        pytest.param(
+            a_world(launcher="torchrun", launcher_restarts=True), False, False, False, Actor.LAUNCHER, id="torchrun"
+        ),
+        pytest.param(a_world(launcher="torchrun"), False, False, False, Actor.RANK, id="torchrun's last start"),
+        pytest.param(a_world(launcher="srun", on_slurm=True), False, False, False, Actor.RANK, id="srun by hand"),
+    ],
+)
+def test_who_acts(world: World, silent: bool, shell_killed: bool, srun_ends: bool, actor: Actor) -> None:
+    """Nobody acts twice, and somebody acts always."""
+    fault = Fault("failed", "rank 1 failed", silent=silent)
+    assert who_acts(world, fault, shell_killed, srun_ends) is actor
