@@ -26,7 +26,7 @@ from laststep.checkpoint.writer import CheckpointInfo, FrozenState
 from laststep.ranks.seal import Seal
 from laststep.ranks.watchdog import Fault
 from tests.support.disk import refusing
-from tests.support.frozen import frozen_state
+from tests.support.states import frozen_state
 
 WORDS = 4096  # 8 bytes each
 

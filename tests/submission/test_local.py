@@ -20,9 +20,8 @@ from laststep.rundir import RunDir
 from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
 from tests.support.forked import forked_python
 from tests.support.images import make_folder
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT, read_until, wait_until
 from tests.support.ranks import fingerprint, reasons
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
 
@@ -236,7 +235,7 @@ def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
     said = terminal.types("--local", "--name", "broken", *two, *TINY, status=1)
     lines = said.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
-    assert "tests/support/faulty_tasks.py" in lines[begins + 1] and said.count("ValueError: a bad sample") == 1, said
+    assert "tests/support/tasks.py" in lines[begins + 1] and said.count("ValueError: a bad sample") == 1, said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
