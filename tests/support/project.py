@@ -1,5 +1,4 @@
-"""The project's folder, how its ranks get collectives that do not fail when a peer dies, and editable installs as
-setuptools makes them, without installing anything."""
+"""The project's folder, what the processes of one test session share, how tests wait, and silent collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has recorded, for tests of the code that reads it."""
+"""What a run has recorded, and a World without a launcher, for tests of the code that reads them."""
 
 from __future__ import annotations
 

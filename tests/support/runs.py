@@ -1,4 +1,4 @@
-"""Small runs of the ready-made loop, and how tests stop them, break them and compare them."""
+"""Small runs of the ready-made loop: how tests stop, break and compare them; undisturbed ones are trained once."""
 
 from __future__ import annotations
 

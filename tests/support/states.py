@@ -1,4 +1,4 @@
-"""Sharded states without the ranks that would hold them: DTensors by hand, in one process."""
+"""States for tests: sharded ones as DTensors made by hand, and frozen ones that one rank saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tasks that tests train, by the names that configurations give them; here those that are stopped at an exact place."""
+"""Tasks that tests train, by the names that configurations give them: stopped at an exact place, slow, faulty, killed,
+or with a transformer in layers that are sharded one by one.
+"""
 
 from __future__ import annotations
 
