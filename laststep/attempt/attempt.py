@@ -29,6 +29,7 @@ from laststep.attempt.ending import (
     run_for,
 )
 from laststep.attempt.grace import GracePeriod, LimitWarning
+from laststep.attempt.interpreter_watch import InterpreterWatch
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue import clear
@@ -41,12 +42,12 @@ from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
 from laststep.ranks.disk import look_anew
-from laststep.ranks.interpreter_watch import InterpreterWatch
+from laststep.ranks.fault import BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
 from laststep.ranks.slurm import kill_wait_s
-from laststep.ranks.watchdog import BadNode, Fault, Probes, Retry, Watchdog, blamed_host
-from laststep.ranks.world import DeviceConflict, MeetingError, World
+from laststep.ranks.watchdog import Probes, Watchdog
+from laststep.ranks.world import World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
 from laststep.rundir import RunDir

@@ -7,6 +7,7 @@
         it did steps, and kept none     launch.max_failures    while that budget lasts, too
     failed, hung, lost:
         an error that would repeat      nothing                no
+        the same error again            nothing                no
         an error before the first step  launch.max_failures    while the budget lasts, if the run has trained before
         the attempt kept a new step     nothing                yes: the run makes progress
         it kept no new step             launch.max_failures    while the budget lasts
@@ -30,9 +31,14 @@ user is there to read it.
 An attempt that reaches its time limit with steps, and keeps none of them, has a last save that does not fit into
 launch.signal_delay_s. The next attempt would lose its steps too, so it counts as a failure.
 
+The same error again: an exception at the same line of the user's code and the same step as in an earlier attempt of the
+job is a bug, and costs no third attempt. What a node, the network, the disk or CUDA may do once more is not: see
+`error_place`.
+
 An error before the first step (a wrong configuration, no GPU, data that cannot be read) would repeat if the run has
 never trained as it is configured now. Once it has, a node is to blame: it lacks a GPU or a mount. `launch.py resume`
-may change the configuration: then it has to prove itself again.
+may change the configuration: then it has to prove itself again. Where the system had no process, thread or memory at
+that moment, or the disk or the network failed, that is known to pass.
 
 Whether the run continues is written down as `requeue` in the record of the attempt, where the ranks, the batch shell
 and `launch.py status` read it.
@@ -40,14 +46,16 @@ and `launch.py status` read it.
 
 from __future__ import annotations
 
+import builtins
 import enum
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from laststep.config.schema import Launch
-from laststep.ranks.watchdog import Retry
+from laststep.ranks.fault import Retry
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt
 from laststep.records.submissions import SubmissionRecord
 
@@ -91,8 +99,11 @@ def decide(
             return Decision(Next.END, f"{why} (launch.max_failures={launch.max_failures}): raise it")
         return _within_budget(timeouts, "max_timeouts", launch.max_timeouts)
     if last["reason"] in FAILURES:
-        if retry == "no" or (retry == "if_trained" and not has_trained(ended, submissions)):
+        at_start = retry == "if_trained" and not _PASSES_AT_START.search(last.get("error") or "")
+        if retry == "no" or (at_start and not has_trained(ended, submissions)):
             return Decision(Next.END, SAME_FAILURE)
+        if place := _error_again(of_job):
+            return Decision(Next.END, f"the same error a second time, after step {last['end_step']}: {place}")
         if not _made_progress(last):
             idle = _idle_allocations(of_job)
             if (decision := _within_budget(idle, "max_failures", launch.max_failures)).what is Next.END:
@@ -130,6 +141,44 @@ def has_trained(ended: Sequence[EndedAttempt], submissions: Sequence[SubmissionR
     job = ended[-1]["job_id"]
     same = {other for other, config in configs.items() if config is not None and config == configs.get(job)}
     return any(record["end_step"] > record["start_step"] and record["job_id"] in {job, *same} for record in ended)
+
+
+# What a system that is short of something says for a moment.
+_PASSES_AT_START = re.compile(
+    r"can't start new thread|Resource temporarily unavailable|Cannot allocate memory|Input/output error"
+    r"|Stale file handle|Connection (reset|refused|timed out)|No route to host"
+)
+# Errors that a node, the network, the disk or CUDA may cause, by the class of the exception and by its text.
+_PASSING_TYPES = {name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, OSError)}
+_PASSING_TYPES |= {"MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError", "DistBackendError"}
+_PASSING_TEXT = re.compile(r"\b(CUDA|cuda|cuDNN|CUBLAS|NCCL|nccl|[Gg]loo)\b|can't start new thread|DataLoader worker")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+_ROOMS = "attempt|checkpoint|cli|code|compat|config|data|frameworks|job|loops|observe|optim|ranks|records|runs|tasks"
+_NOT_THE_USERS = re.compile(rf"/(site|dist)-packages/|/lib/python3|/laststep/({_ROOMS})/|/laststep/\w+\.py$|^<")
+
+
+def error_place(error: str | None) -> str:
+    """Where the user's code has failed, as `KeyError at own.py, line 12`; empty for what is no traceback, or for an
+    error that may pass: of a node, the network, the disk or CUDA."""
+    text = (error or "").rstrip()
+    last = next((line for line in reversed(text.splitlines()) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
+    name = last.partition(":")[0].rpartition(".")[2]
+    frames = [(path, number) for path, number in _FRAME.findall(text) if not _NOT_THE_USERS.search(path)]
+    if not frames or not name or name in _PASSING_TYPES or _PASSING_TEXT.search(last):
+        return ""
+    path, number = frames[-1]
+    return f"{name} at {path.rpartition('/')[2]}, line {number}"
+
+
+def _error_again(of_job: Sequence[EndedAttempt]) -> str:
+    """The place of the last attempt's error if an earlier one of the job has failed there too, after the same step."""
+    last = of_job[-1]
+    place = error_place(last.get("error"))
+    before = (record for record in of_job[:-1] if record["reason"] == "failed")
+    again = any(
+        record["end_step"] == last["end_step"] and error_place(record.get("error")) == place for record in before
+    )
+    return place if place and again else ""
 
 
 def _idle_allocations(of_job: Iterable[EndedAttempt]) -> int:

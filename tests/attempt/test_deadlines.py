@@ -29,8 +29,9 @@ from laststep.attempt.ending import print_stacks
 from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue import gone_file
 from laststep.ranks import disk
+from laststep.ranks.fault import Fault
 from laststep.ranks.process import Signals
-from laststep.ranks.watchdog import Fault, Neighbour
+from laststep.ranks.watchdog import Neighbour
 from laststep.ranks.world import ShardPlace, World
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines

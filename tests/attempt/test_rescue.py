@@ -32,10 +32,10 @@ from laststep.checkpoint import files
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect
 from laststep.ranks import group
+from laststep.ranks.fault import Fault
 from laststep.ranks.group import is_peer_loss
 from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir

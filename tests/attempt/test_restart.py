@@ -10,8 +10,8 @@ import pytest
 
 from laststep.attempt.restart import Actor, Follows, Verdict, what_follows, who_acts
 from laststep.config.schema import Launch
+from laststep.ranks.fault import Fault
 from laststep.ranks.slurm import Job
-from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import World
 from laststep.records.retry import Decision, Next
 from tests.support.records import a_world

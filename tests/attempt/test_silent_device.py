@@ -28,9 +28,9 @@ from laststep.config.config import Config
 from laststep.loops.engine import Engine, SavableCopy
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
+from laststep.ranks.fault import DeviceSilent, Fault
 from laststep.ranks.process import Signals
-from laststep.ranks.watchdog import Fault
-from laststep.ranks.world import DeviceSilent, ShardPlace
+from laststep.ranks.world import ShardPlace
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir

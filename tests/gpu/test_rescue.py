@@ -19,7 +19,7 @@ from laststep.loops.custom_loop import Phase
 from laststep.loops.engine import Engine
 from laststep.loops.snapshot import Ring
 from laststep.ranks.device import ANSWER_S, open_queue
-from laststep.ranks.world import DeviceSilent
+from laststep.ranks.fault import DeviceSilent
 from laststep.rundir import RunDir
 from tests.gpu.devices import DEVICES, needs_gpu, place
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run

@@ -26,11 +26,11 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.job.after_ranks import after_ranks, main
 from laststep.ranks import disk
+from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import RESTARTS as RESTARTS_VARIABLE
 from laststep.ranks.launchers import UNDECIDED
 from laststep.ranks.process import Signals
 from laststep.ranks.slurm import TAG_VARIABLE
-from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import World
 from laststep.records.attempt_record import Reason, read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began

@@ -12,7 +12,7 @@ from laststep.loops import snapshot as module
 from laststep.loops.snapshot import Ring
 from laststep.ranks import device as device_thread
 from laststep.ranks.device import DeviceQueue
-from laststep.ranks.world import DeviceSilent
+from laststep.ranks.fault import DeviceSilent
 from tests.loops.scripted import ScriptedQueue
 from tests.support.project import wait_until
 

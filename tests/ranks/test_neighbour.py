@@ -17,7 +17,7 @@ ROUNDS = 12  # of silence, after which a host is dead
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbour, "EVERY_S", 0.001)
+    monkeypatch.setattr(neighbour, "ASK_EVERY_S", 0.001)
     monkeypatch.setattr(neighbour, "DEAD_AFTER_S", 0.001 * ROUNDS)
 
 

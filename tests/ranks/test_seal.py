@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from laststep.ranks.fault import Fault, MeetingError
 from laststep.ranks.group import _load_seal
 from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
 from laststep.ranks.stop import Stop
 from laststep.ranks.store import SealedStore, with_prefix
-from laststep.ranks.watchdog import Beat, Fault, Probes, Watchdog
-from laststep.ranks.world import MeetingError
+from laststep.ranks.watchdog import Beat, Probes, Watchdog
 from tests.support.project import DEADLINE_S, wait_until
 from tests.support.ranks import Attempt, fingerprint, reasons
 from tests.support.records import a_world

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from laststep.ranks import process, watchdog
+from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
-from laststep.ranks.watchdog import Beat, Fault, Probes, Watchdog, name_stuck, straggler
+from laststep.ranks.watchdog import Beat, Probes, Watchdog, name_stuck, straggler
 from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import a_world
 

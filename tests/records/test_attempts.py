@@ -89,7 +89,7 @@ def test_many_ranks_end_the_attempt_at_once(tmp_path: Path) -> None:
         rank.join(60)
     assert len(winners) == 1
     assert [record["error"] for record in read_ended_attempts(run.attempts)] == winners
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempts.jsonl", "reserve"]
 
 
 def test_a_rank_of_an_older_attempt_ends_nothing(tmp_path: Path) -> None:
@@ -282,6 +282,69 @@ def test_restart_or_requeue(records: list[EndedAttempt], follows: Next) -> None:
     launch = replace(LAUNCH, max_restarts=2)
     assert decide(records, launch).what is follows
     assert decide(records, launch, retry="no").what is not Next.RESTART, "the same error would follow"
+
+
+def failing(*errors: str, step: int = 14) -> list[EndedAttempt]:
+    """Records of one job whose attempts failed with these errors, at this step, having kept new ones."""
+    records = ends(*["failed+3"] * len(errors))
+    return [{**record, "error": error, "end_step": step} for record, error in zip(records, errors)]
+
+
+def traceback_of(line: int, error: str, path: str = "/runs/a/code/own.py") -> str:
+    """A recorded error: one of the user's code, below which torch has raised it."""
+    torch = '  File "/env/lib/python3.11/site-packages/torch/nn.py", line 7, in forward\n    x\n'
+    loop = '  File "/runs/a/code/laststep/loops/task_loop.py", line 9, in _step\n    x\n'
+    own = f'  File "{path}", line {line}, in step\n    y\n'
+    return f"rank 1 on n2 failed:\nTraceback (most recent call last):\n{loop}{own}{torch}{error}\n"
+
+
+KEY_ERROR = "KeyError: 'accuracy'"
+
+
+@pytest.mark.parametrize(
+    ("errors", "why"),
+    [
+        ([KEY_ERROR, KEY_ERROR], "the same error a second time, after step 14: KeyError at own.py, line 12"),
+        (
+            ["RuntimeError: mat1 and mat2 shapes cannot be multiplied"] * 2,
+            "the same error a second time, after step 14: ",
+        ),
+        ([KEY_ERROR], ""),
+        ([KEY_ERROR, "ValueError: accuracy"], ""),
+        (["OSError: [Errno 5] Input/output error"] * 2, ""),
+        (["FileNotFoundError: [Errno 2] No such file or directory: '/mnt/x'"] * 2, ""),
+        (["RuntimeError: CUDA error: an illegal memory access was encountered"] * 2, ""),
+        (["torch.OutOfMemoryError: CUDA out of memory"] * 2, ""),
+        (["torch.distributed.DistBackendError: NCCL error"] * 2, ""),
+        (["RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed"] * 2, ""),
+    ],
+    ids=["twice", "shapes", "once", "another", "disk", "mount", "CUDA", "memory", "NCCL", "worker"],
+)
+def test_the_same_error_twice(errors: list[str], why: str) -> None:
+    """A bug in the user's validation was tried 13 times over four allocations. What a node, the network, the disk or
+    CUDA may cause is retried as the budgets say: ending the run for it would lose a weekend."""
+    decision = decide(failing(*(traceback_of(12, error) for error in errors)), replace(LAUNCH, max_failures=20))
+    assert (decision.what is Next.END) == bool(why) and decision.why.startswith(why)
+
+
+def test_the_same_error_elsewhere() -> None:
+    """At another line, at another step, or in code that is not the user's, it says nothing of the next attempt."""
+    launch, again = replace(LAUNCH, max_failures=20), traceback_of(12, KEY_ERROR)
+    assert decide(failing(traceback_of(13, KEY_ERROR), again), launch).what is not Next.END
+    assert decide([*failing(again, step=12), *failing(again)], launch).what is not Next.END
+    ours = traceback_of(12, KEY_ERROR, path="/runs/a/code/laststep/tasks/language.py")
+    assert decide(failing(ours, ours), launch).what is not Next.END
+
+
+@pytest.mark.parametrize(
+    "error", ["RuntimeError: can't start new thread", "BlockingIOError: [Errno 11] Resource temporarily unavailable"]
+)
+def test_a_system_that_is_short_of_something(error: str) -> None:
+    """At its very first start a run has proved nothing, and any error there would end it; this one passes."""
+    record = {**failing(traceback_of(12, error), step=0)[0], "start_step": 0, "lost_steps": 0}
+    assert decide([record], LAUNCH, retry="if_trained").what is Next.REQUEUE  # type: ignore[list-item]
+    other = {**record, "error": traceback_of(12, KEY_ERROR)}
+    assert decide([other], LAUNCH, retry="if_trained").what is Next.END  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("reason", FAILURES)
