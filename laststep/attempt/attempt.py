@@ -295,8 +295,10 @@ class Attempt:
         printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()
         if is_peer_loss(error):
-            text = text.replace(" failed:", " lost contact:", 1)
-            fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
+            text = (
+                f"{rank} lost contact: {user_error.short(error)}"  # a traceback would hide the error of the other rank
+            )
+            fault = Fault("failed", text, cause=False)
         else:
             state, world = self._state, self._state.world
             blames = blamed_host(error, world.host_of(world.rank))
