@@ -32,8 +32,8 @@ from laststep.attempt.rescue_plan import Holding, Part
 from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
+from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault
 
 LIMIT = 1.5
 STEP = 1000

@@ -19,7 +19,7 @@ if __name__ == "__main__":
         sys.path[0] = os.path.dirname(folder)
     from laststep.cli.rank import main
     from laststep.config.errors import ConfigError
-    from laststep.ranks.world import MeetingError
+    from laststep.ranks.fault import MeetingError
 
     words = sys.argv[1:]
     if words[:1] == ["--supervised"]:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.needs import require
 from tests.support.project import PROJECT
-from tools import benchmarks, commands, pictures, recording, reference, scale
+from tools import benchmarks, commands, house, pictures, recording, reference, scale
 
 
 def test_configuration_reference_is_current() -> None:
@@ -125,3 +125,9 @@ def test_every_picture_is_drawn_by_the_script() -> None:
     assert kept == drawn
     pages = "".join(path.read_text() for path in (PROJECT / "docs").glob("*.md"))
     assert [name for name in sorted(kept) if f"({name})" not in pages] == []
+
+
+def test_walks_are_short_and_lead_somewhere() -> None:
+    """A newcomer follows a walk file by file; one that names a file that is gone, or needs more files than one can keep
+    in mind, is none. The cure: `python -m tools.house`"""
+    assert house.wrong_walks() == []

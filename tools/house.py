@@ -1,6 +1,7 @@
 """How large the house is: files, lines, entries of each folder, modules that only one other imports, names used twice.
 
-`python -m tools.house` prints these figures; `--importers` lists the modules with one importer.
+`python -m tools.house` prints these figures, and how many files each walk of docs/design.md opens; `--importers` lists
+the modules with one importer. It fails if a walk names a file that is not there, or is longer than its goal.
 A module counts as imported wherever the statement stands, also within functions and for type checking.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +58,32 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
+GOALS = {
+    "A submission to the first step": 20,
+    "A signal to the requeue": 10,
+    "A killed rank to the restart": 12,
+    "A batch": 9,
+}
+
+
+def walks() -> dict[str, list[str]]:
+    """The files that each walk of docs/design.md opens."""
+    text = (PROJECT / "docs" / "design.md").read_text().partition("## Walks")[2].partition("\n## ")[0]
+    found = re.findall(r"^\* \*\*(.+?)\*\*:(.+?)(?=^\* |^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", walk))) for name, walk in found}
+
+
+def wrong_walks() -> list[str]:
+    """What is wrong with the walks, one line each."""
+    found = walks()
+    lines = [f"{name}: not in docs/design.md" for name in GOALS if name not in found]
+    for name, files in found.items():
+        lines += [f"{name}: no {file}" for file in files if not (PROJECT / file).is_file()]
+        if len(files) > GOALS[name]:
+            lines.append(f"{name}: {len(files)} files, more than {GOALS[name]}")
+    return lines
+
+
 def report(every_importer: bool) -> str:
     """The figures as text."""
     paths = sources()
@@ -80,6 +109,7 @@ def report(every_importer: bool) -> str:
         own = list(folder.glob("*.py"))
         name = str(folder.relative_to(PROJECT))
         text.append(f"{name:<24}{sum(entries.values()):>8}{len(own):>7}{sum(map(lines, own)):>8,}")
+    text += ["", *(f"{name}: {len(files)} files (goal {GOALS[name]})" for name, files in walks().items())]
     text += ["", *(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items()))]
     if every_importer:
         text += ["", *(f"{module} ({size[module]}) <- {by}" for module, by in sorted(single.items()))]
@@ -91,6 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__.partition("\n")[0])
     parser.add_argument("--importers", action="store_true", help="list the modules that only one other imports")
     print(report(parser.parse_args().importers))
+    if wrong := wrong_walks():
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from laststep.attempt.rescue import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from laststep.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
 from laststep.checkpoint.files import READ_BYTES, stripe_count
 from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
+from laststep.ranks.disk import ROUND_S_PER_RANK, SHORTEST_ROUND_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
 from laststep.ranks.stop import ANSWER_S
 from laststep.ranks.store import POLL_S

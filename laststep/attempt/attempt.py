@@ -29,6 +29,7 @@ from laststep.attempt.ending import (
     run_for,
 )
 from laststep.attempt.grace import GracePeriod, LimitWarning
+from laststep.attempt.interpreter_watch import InterpreterWatch
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue import clear
@@ -41,12 +42,12 @@ from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
 from laststep.ranks.disk import look_anew
-from laststep.ranks.interpreter_watch import InterpreterWatch
+from laststep.ranks.fault import BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
 from laststep.ranks.slurm import kill_wait_s
-from laststep.ranks.watchdog import BadNode, Fault, Probes, Retry, Watchdog, blamed_host
-from laststep.ranks.world import DeviceConflict, MeetingError, World
+from laststep.ranks.watchdog import Probes, Watchdog
+from laststep.ranks.world import World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
 from laststep.rundir import RunDir
@@ -294,8 +295,10 @@ class Attempt:
         printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()
         if is_peer_loss(error):
-            text = text.replace(" failed:", " lost contact:", 1)
-            fault = Fault("failed", f"{rank} lost contact: {error}", cause=False)
+            text = (
+                f"{rank} lost contact: {user_error.short(error)}"  # a traceback would hide the error of the other rank
+            )
+            fault = Fault("failed", text, cause=False)
         else:
             state, world = self._state, self._state.world
             blames = blamed_host(error, world.host_of(world.rank))

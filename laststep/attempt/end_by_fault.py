@@ -4,6 +4,10 @@ Each surviving rank takes part in a separate thread, since its main thread may b
 The thread freezes the state of the last finished step and saves it together with the other survivors
 (laststep/attempt/rescue.py); one of them records how the attempt ended. Then the process exits, whatever its main
 thread is doing, and also when the thread itself gets nothing done any more.
+
+    EndByFault    notices what the watchdog cannot, starts the thread, and ends the process
+    Rescuer       does in the thread what the rescue asks: freeze, write a part, do a late update, commit, record
+    below         who is at fault, for the log, the record and the choice of nodes
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView
+from laststep.ranks.fault import DeviceSilent, Fault, FaultReason
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault, FaultReason, Neighbour
-from laststep.ranks.world import DeviceSilent, Gathered, World
+from laststep.ranks.watchdog import Neighbour
+from laststep.ranks.world import Gathered, World
 from laststep.records.attempts import find_record
 from laststep.records.retry import least_hopeful
 from laststep.say import counted, say
@@ -53,6 +58,12 @@ STALLED_S = 60.0
 # How long the main thread may take to fail by itself before the process exits, where collectives fail.
 MAIN_THREAD_S = 2.0
 POLL_S = 0.5
+# How long a main thread in the middle of an update may take to complete it.
+FREEZE_S = 10.0
+# How long a save that all ranks write together may still take to be committed.
+COMMIT_S = 2.0
+# How long a disk may refuse before this rank leaves the save to another one.
+INSIST_S = 5.0
 # Rank 0 looks every this many checks of the watchdog, so every 5 s, whether the run's folder is still there.
 CHECKS_PER_LOOK = 10
 
@@ -261,14 +272,6 @@ def _in_one_line(text: str) -> str:
     """A fault's text, of an error with its traceback only what is above and below that."""
     lines = text.strip().splitlines()
     return " ".join(lines if len(lines) < 3 else (lines[0], lines[-1]))
-
-
-# How long a main thread in the middle of an update may take to complete it.
-FREEZE_S = 10.0
-# How long a save that all ranks write together may still take to be committed.
-COMMIT_S = 2.0
-# How long a disk may refuse before this rank leaves the save to another one.
-INSIST_S = 5.0
 
 
 class Rescuer:

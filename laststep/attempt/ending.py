@@ -19,10 +19,10 @@ from laststep.attempt.grace import Ending, ending
 from laststep.attempt.state import AttemptState
 from laststep.observe.progress import likely_cause
 from laststep.ranks.disk import Patience
+from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, start_thread
 from laststep.ranks.slurm import SlurmError, requeue_job
-from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.config.config import Config
+from laststep.ranks.fault import BadNode, Fault
 from laststep.ranks.process import alarm
-from laststep.ranks.watchdog import BadNode, Fault, Watchdog
+from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
 

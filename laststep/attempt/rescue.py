@@ -46,16 +46,13 @@ from laststep.attempt.rescue_plan import (
     is_behind,
     next_plan,
 )
+from laststep.ranks.disk import polling_round_s
+from laststep.ranks.fault import Fault
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
 from laststep.rundir import aside
 from laststep.say import say
-
-# The length of a round: this per rank, so that many ranks do not overload the file system, but at least the shortest.
-ROUND_S_PER_RANK = 0.001
-SHORTEST_ROUND_S = 0.025
 
 
 class Superseded(Exception):
@@ -69,7 +66,7 @@ class Rescue:
     """
 
     def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
-        self.round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * size)
+        self.round_s = polling_round_s(size)
         self._folder, self._size, self._is_recorded, self._seal = folder, size, is_recorded, seal
         self._me = Survivor(rank)
         self._changed = threading.Condition()  # guards all fields of this object

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laststep.checkpoint.files import Stripe, stripe_count
-from laststep.ranks.watchdog import Fault
+from laststep.ranks.fault import Fault
 from laststep.ranks.world import Gathered
 
 Place = tuple[int, int, bool, bool]  # see `Position.place`

@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple
 
 from laststep.attempt.grace import EARLY_S, comes_back, judge
 from laststep.config.schema import Launch
+from laststep.ranks.fault import Fault
 from laststep.ranks.slurm import UNENDED, Job, unix_time
-from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import World
 from laststep.records.retry import Decision, Next
 

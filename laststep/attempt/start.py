@@ -23,10 +23,11 @@ from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
 from laststep.ranks.disk import Patience
+from laststep.ranks.fault import Fault
 from laststep.ranks.group import Group, join, lend_group
 from laststep.ranks.launchers import WORKING_FOLDER, export_world, free_port
 from laststep.ranks.stop import Stop
-from laststep.ranks.watchdog import Fault, Watchdog
+from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir

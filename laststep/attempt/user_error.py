@@ -28,6 +28,12 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))[-MOST_CHARACTERS:]
 
 
+def short(error: BaseException) -> str:
+    """A library's error in one line, without the place in its source and its advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\] ", "", line).partition(". This is typically")[0]
+
+
 def refused_operator(error: BaseException) -> ConfigError | None:
     """The one line for an operator that torch refuses because it has no deterministic form, see `train.deterministic`;
     None for any other error. The error may be that of a loader process, of the compiler or of the rehearsal."""

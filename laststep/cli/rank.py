@@ -23,9 +23,10 @@ from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
 from laststep.config.reads import given_by
 from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
+from laststep.ranks.fault import MeetingError
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.process import Signals, die_with_parent
-from laststep.ranks.world import MeetingError, World
+from laststep.ranks.world import World
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.run_folders import only_owner_writes

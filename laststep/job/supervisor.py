@@ -49,8 +49,6 @@ from laststep.attempt.ending import wake_supervisor
 from laststep.attempt.grace import SHELL_KILLED, ending
 from laststep.attempt.predecessor import finish_of
 from laststep.attempt.rescue import (
-    ROUND_S_PER_RANK,
-    SHORTEST_ROUND_S,
     exit_status,
     exiting_file,
     gone_file,
@@ -61,7 +59,7 @@ from laststep.attempt.rescue import (
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.job.after_ranks import after_ranks, starts_again_here
-from laststep.ranks.disk import FreshView, look_anew
+from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from laststep.ranks.process import STOP_SIGNALS, die_with_parent, next_signal
 from laststep.ranks.world import World, hostname
@@ -104,7 +102,7 @@ class Supervisor:
         self._restarts = 0
         self._pending: list[int] = []  # signals for the next start
         self._world = self._next_world()
-        self._round_s = max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * self._world.size)
+        self._round_s = polling_round_s(self._world.size)
         self._ends = False  # after a signal that ends the step
         self._stuck_s = 0.0  # how long the rank has been waiting in the kernel
         self._said_exiting = False  # whether this supervisor has said that its rank is being torn down

@@ -740,7 +740,7 @@ class SideBatches(Iterator[Any]):
     may leave some out. With train.shares it is a batch for each share."""
 
     def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None], shares: int = 1) -> None:
-        """`open_step()` is the step (from 0) whose turn it is, None outside the turns. Of several `shares`, each counts
+        """`open_step()` is the step (from 0) that is open, None between steps. Of several `shares`, each counts
         as a step: the loader gives them one after another."""
         self._loader, self._shares = loader, shares
         self._per_step = per_step

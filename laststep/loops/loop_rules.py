@@ -172,30 +172,36 @@ MOST_OBJECTS = 2_000_000  # that may be looked at: a tenth of a second
 
 
 class StepChecks:
-    """Checks that a turn of a custom training loop, one iteration of run.steps(...), is one step: it makes the update
-    of what it has drawn itself.
+    """Checks that an iteration of run.steps(...) is one step: it makes the update of what it has drawn itself.
 
-    A turn that leaves gradients to the next one is noticed where two turns in a row make no update, or in the first
-    turns. A batch that is drawn in one turn and trained in the next is not drawn again by a run that resumes between
-    the two. The same holds for an iterator that is advanced from turn to turn: each attempt would start it from its
-    first batch. Both leave a trace in the first two turns: an object that is made or advanced in the first, and still
-    alive at its end. So no step after these is slowed.
+    An iteration that leaves gradients to the next one is noticed where two iterations in a row make no update, or in
+    the first iterations. A batch that is drawn in one iteration and trained in the next is not drawn again by a run
+    that resumes between the two. The same holds for an iterator that is advanced from iteration to iteration: each
+    attempt would start it from its first batch. Both leave a trace in the first two iterations: an object that is made
+    or advanced in the first, and still alive at its end. So no step after these is slowed.
     """
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
-        self._turn = 0
+        self._iteration = 0
         self._gradients = _Gradients([])  # at the beginning of step `_gradients_of` (from 0)
         self._gradients_of = -1
-        self._before: set[int] = set()  # the tensors at the beginning of the first turn, by id
+        self._before: set[int] = set()  # the tensors at the beginning of the first iteration, by id
         self._given: dict[int, int] = {}  # the batches that each iteration over a DataLoader had given by then, by id
         self._unregistered: Unregistered | None = None
-        self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first turn
-        self._earlier: dict[int, weakref.ref[Tensor]] = {}  # the tensors that the first turn has made and left, by id
+        self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first iteration
+        self._earlier: dict[
+            int, weakref.ref[Tensor]
+        ] = {}  # the tensors that the first iteration has made and left, by id
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Not a method: a copy of the module has this hook too, and would copy all that a method belongs to."""
-            if self._turn < 3 and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if (
+                self._iteration < 3
+                and module.training
+                and torch.is_grad_enabled()
+                and not torch.compiler.is_compiling()
+            ):
                 self._check_inputs(compat.tree_leaves((args, kwargs)))
 
         self._hooks = [
@@ -203,24 +209,24 @@ class StepChecks:
         ]
 
     def begin(self, step: int) -> None:
-        """The turn of `step` (from 0) begins."""
-        if self._turn > 2:
+        """The iteration of `step` (from 0) begins."""
+        if self._iteration > 2:
             return
-        self._turn += 1
+        self._iteration += 1
         self._keep_gradients(step)
-        if self._turn == 1:
+        if self._iteration == 1:
             self._before = {id(tensor) for tensor in _tensors()}
             self._given = dict(_iterations())
             if not step and not self._registered.opaque:
                 self._unregistered = Unregistered(self._registered, _objects())
-        elif self._turn == 3:
+        elif self._iteration == 3:
             for hook in self._hooks:
                 hook.remove()
             self._earlier.clear()
 
     def end(self, step: int) -> None:
-        """The body of the turn of `step` (from 0) is done. Raises ConfigError."""
-        if self._turn != 1:
+        """The body of the iteration of `step` (from 0) is done. Raises ConfigError."""
+        if self._iteration != 1:
             return
         self._registered.check_sharding()
         if self._unregistered and (problem := self._unregistered.problem()):
@@ -237,7 +243,7 @@ class StepChecks:
         self._before.clear()
 
     def no_update(self, step: int) -> None:
-        """The turn of `step` (from 0) has made no update. Raises ConfigError if it leaves gradients to the next one."""
+        """The iteration `step` (from 0) has made no update. Raises ConfigError if it leaves gradients behind."""
         changed = self._gradients_of == step and not self._gradients.unchanged()
         if changed and not self._registered.has_skipped() and self._gradients.any():
             raise ConfigError(
@@ -258,7 +264,7 @@ class StepChecks:
             for tensor in (argument, compat.viewed(argument)):
                 if tensor is None:
                     continue
-                if self._turn == 1:
+                if self._iteration == 1:
                     self._used.append(weakref.ref(tensor))
                 elif (earlier := self._earlier.get(id(tensor))) is not None and earlier() is tensor:
                     raise ConfigError(

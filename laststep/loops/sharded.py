@@ -219,11 +219,11 @@ UNEQUAL = (
 
 def sharded_share_sum(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> ShardedShareSum:
     """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
-    turns, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
+    rounds, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
     replicas = None
     if place.replicas > 1:
         replicas = replica_group(place)
-    return ShardedShareSum(model, turns, team, replicas)
+    return ShardedShareSum(model, rounds, team, replicas)
 
 
 class ShardedShareSum:
@@ -234,21 +234,21 @@ class ShardedShareSum:
     whole gradient. So the ranks add before a rank's shares are added, and the shares are dealt out accordingly, see
     `laststep.loops.shares.team_of`:
 
-    1. In each turn, which is a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks
-       to one of them. It adds those of a team.
-    2. A rank adds its sums of one turn after another, as a binary counter does. It holds one more set of its own rows
-       for each doubling of the turns.
-    3. After the last turn it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
+    1. In each round, a backward pass of one share on each rank, an all-to-all brings the same rows of all ranks to one
+       of them. It adds those of a team.
+    2. A rank adds its sums of one round after another, as a binary counter does. It holds one more set of its own rows
+       for each doubling of the rounds.
+    3. After the last round it adds the teams. Under train.sharding=hybrid these are the nodes, each with a copy of the
        rows, and the sum over them is the one that DistributedDataParallel's hook makes, once in a step.
     """
 
-    def __init__(self, model: nn.Module, turns: int, team: int, replicas: dist.ProcessGroup | None) -> None:
-        """`turns` is how many shares each rank has. `replicas` are the ranks that hold the same rows, where there are
+    def __init__(self, model: nn.Module, rounds: int, team: int, replicas: dist.ProcessGroup | None) -> None:
+        """`rounds` is how many shares each rank has. `replicas` are the ranks that hold the same rows, where there are
         several."""
         self._parameters = list(model.parameters())
-        self._turns, self._replicas = turns, replicas
+        self._rounds, self._replicas = rounds, replicas
         self._blocks: list[BlockSum] = []
-        self._ends = True  # whether this is the last turn of a step
+        self._ends = True  # whether this is the last round of a step
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._blocks.append(BlockSum(team))
@@ -260,7 +260,7 @@ class ShardedShareSum:
 
     def end_share(self, share: int) -> None:
         """The next backward pass is that of this share, counted from 0 on this rank."""
-        self._ends = share == self._turns - 1
+        self._ends = share == self._rounds - 1
         for block in self._blocks:
             block.begin(share, self._ends)
 
@@ -282,21 +282,23 @@ class ShardedShareSum:
 
 class BlockSum:
     """What FSDP2 calls for the gradients of a block in place of a reduce-scatter, see torch's ReduceScatter. It gives
-    FSDP2 the sum over all turns in the last one, and nothing of use in the others."""
+    FSDP2 the sum over all rounds in the last one, and nothing of use in the others."""
 
     def __init__(self, team: int) -> None:
         self._team = team
-        self._turn, self._ends = 0, True
-        self._calls = 0  # in this turn: a block that is used twice may reduce some of its gradients earlier than others
+        self._round, self._ends = 0, True
+        self._calls = (
+            0  # in this round: a block that is used twice may reduce some of its gradients earlier than others
+        )
         self._levels: dict[tuple[int, int], Tensor] = {}  # by call and level, as in PartialSums
 
-    def begin(self, turn: int, ends: bool) -> None:
-        """The next backward pass is that of this turn; whether it is the last one."""
-        self._turn, self._ends, self._calls = turn, ends, 0
+    def begin(self, number: int, ends: bool) -> None:
+        """The next backward pass is that of this round; whether it is the last one."""
+        self._round, self._ends, self._calls = number, ends, 0
 
     @property
     def waits(self) -> bool:
-        """Whether there are sums of earlier turns to which the last one has added nothing."""
+        """Whether there are sums of earlier rounds to which the last one has added nothing."""
         return bool(self._levels)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -311,7 +313,7 @@ class BlockSum:
         dist.all_to_all_single(received, input_tensor, group=group)
         call, level, sums = self._calls, 0, tree_sum(received.view(-1, self._team, len(output_tensor)).transpose(0, 1))
         self._calls += 1
-        while self._turn >> level & 1:
+        while self._round >> level & 1:
             earlier = self._levels.pop((call, level), None)
             if earlier is None or earlier.shape != sums.shape:
                 raise ConfigError(UNEQUAL)

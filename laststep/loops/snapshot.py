@@ -37,10 +37,11 @@ from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buff
 from laststep.config.errors import ConfigError
 from laststep.loops.measured import Measured
 from laststep.ranks.device import DeviceQueue, is_due_to_capture
+from laststep.ranks.fault import DeviceSilent
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
 from laststep.ranks.replicas import Copy, Place, ReplicaLink, keeper_of
-from laststep.ranks.world import DeviceSilent, ShardPlace
+from laststep.ranks.world import ShardPlace
 from laststep.say import say
 
 SLOTS = 3

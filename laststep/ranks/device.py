@@ -1,4 +1,15 @@
-"""The device of a rank: choosing it, making its arithmetic reproducible, and reading from it without waiting."""
+"""The device of a rank: choosing it, making its arithmetic reproducible, and reading from it without waiting.
+
+`DeviceQueue`: a GPU does what the CPU queues, in order, but later: the CPU is up to two steps ahead, and the queue may
+stop at a collective that waits for a dead rank. A CPU does its own work at once. Both look alike here, so that no other
+code has to ask which it is.
+
+`DeviceThread` asks the device in a thread of its own, so that a call that does not return blocks nothing else. A CUDA
+stream takes about 1,024 kernels in advance. Once it is full, the next launch waits in C until the device continues, and
+the driver may hold its lock meanwhile: then every other call to it waits, too, from any thread, even one that only asks
+about an event (pytorch issues 110449 and 130844). If the device hangs in a collective that waits for a dead rank, such
+a call never returns.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +35,8 @@ from laststep.compat.cuda_driver import CudaDriver
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
-from laststep.ranks.world import DeviceSilent, World, hostname
+from laststep.ranks.fault import DeviceSilent
+from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
 
 DRIVER = Path("/sys/module/nvidia/version")  # such as 580.65.06; absent where another driver is in use

@@ -76,6 +76,16 @@ class Patience:
 NO_PATIENCE = Patience(0.0, lambda text: None)
 
 
+# How often ranks look when they wait for each other through files.
+ROUND_S_PER_RANK = 0.001
+SHORTEST_ROUND_S = 0.025
+
+
+def polling_round_s(ranks: int) -> float:
+    """Seconds between two looks of each of these ranks: longer for many, which would overload the file system."""
+    return max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * ranks)
+
+
 MARK = ".look-"  # how the name of the folder begins that `look_anew` makes and removes
 # How often a process that polls refreshes its view: at most once in this time for each rank of the attempt, so that
 # many ranks do not overload the file system, and once in the shortest.

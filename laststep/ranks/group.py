@@ -1,4 +1,18 @@
-"""Group: the ranks of one attempt; how they meet, and the collectives that they run together."""
+"""Group: the ranks of one attempt; how they meet, and the collectives that they run together.
+
+    join                   sets up the device, connects to rank 0's store and registers this rank there
+    Group.connect          waits for all ranks, checks that they fit, and sets up collectives
+    tree_sum, TreeHook     sums over the ranks in one fixed order, for `train.shares`
+    make_mesh              the mesh that FSDP2 shards over
+    lend_group             the process group as a user's script finds it: initialised, and not the script's to destroy
+    is_peer_loss           tells the loss of a peer from a rank's own errors: then the peer's, if it had one, matters
+
+The tree sum over the ranks continues that over a rank's shares. Each rank has 2^k neighbouring shares, so its own sum
+is a node of the tree. The result therefore depends neither on the number of ranks nor on the choices of gloo or NCCL,
+which here move data but never add: an all-to-all brings the same chunk of all ranks to one of them, which adds these
+pieces, and an all-gather brings the sums to all. That sends as many bytes as a ring all-reduce. gloo's all-gather would
+collect into new memory and copy from there, so with gloo each rank broadcasts its chunk instead.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +44,11 @@ from laststep.config.errors import ConfigError, first_line
 from laststep.ranks import nccl
 from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
+from laststep.ranks.fault import DeviceConflict, MeetingError
 from laststep.ranks.process import alarm
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import PUBLISH_S, SealedStore, connect_to_store, use_interface
-from laststep.ranks.world import DeviceConflict, MeetingError, ShardPlace, World, hostname
+from laststep.ranks.world import ShardPlace, World, hostname
 from laststep.say import say
 
 # The nodes of one job start seconds apart, on a busy cluster up to a minute (a slow prolog, a cold file system). So the

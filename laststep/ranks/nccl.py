@@ -1,4 +1,4 @@
-"""Environment variables of torch's NCCL collectives, where torch's own default does not suit a run.
+"""NCCL: the environment variables of torch's collectives over it, and the graph along which it adds.
 
 A rank that dies leaves the others in a collective that never ends, with the state of the last whole step in their
 memory. For the rescue two things must not happen: torch must not end the process, and it must not abort the
@@ -18,6 +18,21 @@ age of torch 2.11 and 2.15) and in the headers of 2.15; not tested, as no GPU wa
 * TORCH_NCCL_ENABLE_MONITORING: `heartbeatMonitor` writes the flight recorder's file, so it stays on. It ends the
   process if that thread has been stuck for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, or as long after another rank has asked
   for the files. It measures by a clock, which moves on while the job is suspended.
+
+The graph is the rings and trees along which NCCL adds; a resume compares them with those of its checkpoint. Each rank
+searches its own node's links. Then all ranks take the least that any of them has found (`initTransportsRank` in NCCL's
+src/init.cc). So one dead rail leaves every ring with fewer channels, and every sum in another order, without a word in
+any log.
+
+What the ranks have agreed on stands in NCCL's own log, in the same form from NCCL 2.21 to 2.30: each rank's neighbours
+in each ring, its trees, and the number of channels. The lines that count have ranks, kinds of links and speeds, but no
+devices, so equal nodes have equal graphs.
+
+NCCL_GRAPH_DUMP_FILE would not do. It holds what one rank has found, before the ranks agree. And NCCL makes no
+communicator at all if the dump has no word for a kind of link (`kvConvertToStr` in src/graph/xml.h): in NCCL 2.29 and
+later that ends a run on one node whose GPUs have only slow links (`typeInter = PATH_DIS` in `ncclTopoCompute`).
+
+All of this was read in NCCL's source, and was not tried: no GPU was available.
 """
 
 from __future__ import annotations

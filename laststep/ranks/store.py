@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import FreshView, Patience
+from laststep.ranks.fault import MeetingError
 from laststep.ranks.process import run_time
 from laststep.ranks.seal import Seal
-from laststep.ranks.world import MeetingError, World, hostname
+from laststep.ranks.world import World, hostname
 from laststep.rundir import aside
 from laststep.say import say
 

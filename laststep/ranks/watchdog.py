@@ -1,13 +1,17 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
-Rank 0 holds a connection to each other rank, and so notices at once if one dies, whether collectives fail or not
-(laststep/ranks/watchdog.py).
+Dead: rank 0 holds a connection to each other rank (`Lifelines`), and so notices at once if one dies, whether
+collectives fail or not. gloo's survivors get an error when a peer dies; NCCL's get none, and wait forever. However a
+process ends, the kernel closes its connections: rank 0 reads the end of the stream. A rank that leaves in an orderly
+way says so first. The death of rank 0 needs no lifeline: it serves the store. Only an end that the other side's kernel
+has sent counts: a connection that the network has cut may be silent, or fail without a death. And a node without power
+closes nothing: the first rank of each node asks the host of the next one from time to time (`Neighbour`).
 
-Three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-value store, and
-reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The watch thread
-notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out and if the
-run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it. None of them
-costs the training loop anything.
+Stuck: there are three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-
+value store, and reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The
+watch thread notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out
+and if the run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it.
+None of them costs the training loop anything.
 
 Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
 because a process was suspended as a whole for a while.
@@ -18,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import selectors
 import socket
@@ -28,8 +31,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from laststep.ranks.fault import Fault, blamed_host
 from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, run_time, start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World
@@ -46,21 +50,6 @@ WORK_S = 0.02  # of the CPU between two heartbeats: processes that only wait, as
 # heartbeats by several seconds, and the end of the attempt is a high price for that. In a hurry, that is after a
 # signal, the others may be killed soon, and lose nothing by saving without it: half of the grace period leaves time.
 DEAD_AFTER_S, DEAD_IN_A_HURRY_S = 60.0, 15.0
-FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
-# Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
-Retry = Literal["yes", "if_trained", "no"]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why an attempt cannot end in the orderly way."""
-
-    reason: FaultReason
-    text: str  # what happened and where: one line, or an error with its traceback
-    cause: bool = True  # False for a mere consequence of another rank's fault
-    retry: Retry = "yes"
-    silent: bool = False  # a rank gives no sign of life: its node may be cut off from the others, and from srun
-    blames: str = ""  # the hosts of the ranks that the others wait for, separated by commas
 
 
 @dataclass(frozen=True)
@@ -382,9 +371,9 @@ def innermost_line(thread: int) -> tuple[str, bool]:
     return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})", in_torch
 
 
-PORT = 9  # "discard"
-EVERY_S = 5.0
-ANSWER_S = 3.0
+UNUSED_PORT = 9  # "discard"
+ASK_EVERY_S = 5.0
+HOST_ANSWERS_S = 3.0
 
 
 class Neighbour:
@@ -409,7 +398,7 @@ class Neighbour:
     @property
     def is_dead(self) -> bool:
         """Whether the host has lost power, or its network."""
-        return self._silent_rounds * EVERY_S >= DEAD_AFTER_S
+        return self._silent_rounds * ASK_EVERY_S >= DEAD_AFTER_S
 
     def close(self) -> None:
         """Ask no more."""
@@ -417,7 +406,7 @@ class Neighbour:
 
     def _ask(self) -> None:
         answered, done = False, -1
-        while not self.is_dead and not self._closed.wait(EVERY_S):
+        while not self.is_dead and not self._closed.wait(ASK_EVERY_S):
             if self._answers(self.host):
                 answered, self._silent_rounds = True, 0
             elif answered:
@@ -428,7 +417,7 @@ class Neighbour:
 def host_answers(host: str) -> bool:
     """Whether the host accepts or refuses a connection."""
     try:
-        socket.create_connection((host, PORT), ANSWER_S).close()
+        socket.create_connection((host, UNUSED_PORT), HOST_ANSWERS_S).close()
     except (ConnectionRefusedError, ConnectionResetError):
         return True
     except OSError:
@@ -577,28 +566,3 @@ def _listen(world: World, host: str) -> socket.socket:
     dual_stack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual_stack else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=world.size)
-
-
-# What CUDA and torch say of a GPU or a driver that has failed. Not of an illegal memory access or a failed assertion,
-# which a kernel of the user's may cause, nor of memory that runs out.
-_HARDWARE = re.compile(
-    r"CUDA error: (uncorrectable|unknown error|no CUDA-capable device|CUDA-capable device\(s\) is/are busy"
-    r"|startup failure|system (not yet initialized|has unsupported display driver)"
-    r"|Invalid access of peer GPU memory over nvlink or a hardware error)"
-    r"|No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver initialization failed"
-)
-
-
-class BadNode(RuntimeError):
-    """A check has found that a node is bad. Raised in a rank, it ends the attempt, and the record blames the node."""
-
-    def __init__(self, host: str, reason: str) -> None:
-        super().__init__(f"{host}: {reason}")
-        self.host = host
-
-
-def blamed_host(error: BaseException, host: str) -> str:
-    """The node that is to blame for an error of a rank on `host`; empty if none is."""
-    if isinstance(error, BadNode):
-        return error.host
-    return host if isinstance(error, RuntimeError) and _HARDWARE.search(str(error)) else ""

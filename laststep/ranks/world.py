@@ -7,8 +7,6 @@ import socket
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laststep.config.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class World:
@@ -59,19 +57,6 @@ class World:
         job = f"slurm {self.start}" if self.on_slurm else self.job_id
         source = f"{self.launcher}, by {' and '.join(self.variables)}" if self.variables else self.launcher
         return f"rank {self.rank} of {self.size} on {self.host_of(self.rank)} ({job}; {source})"
-
-
-class DeviceConflict(ConfigError):
-    """Some ranks have another device or backend than the others, or two use one GPU. All ranks raise it; the
-    message names those ranks."""
-
-
-class DeviceSilent(Exception):
-    """The device does not answer. The message says so of a rank's device, in words for the log and the record."""
-
-
-class MeetingError(RuntimeError):
-    """The ranks of an attempt did not find each other."""
 
 
 def start_text(job_id: str, restart: int, step_id: int | None, step_restarts: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
@@ -84,6 +85,24 @@ def reason_in(error: str | None) -> str:
     lines = (error or "").strip().splitlines() or [""]
     reason = lines[0] if ": gone (" in lines[0] else lines[-1]
     return "".join(letter if letter.isprintable() else " " for letter in reason)
+
+
+def rank_in(error: str | None) -> str:
+    """The rank whose error an attempt's error is, as `rank 1 on n2`; empty where it is none's."""
+    found = re.match(r"(rank \d+ on \S+) (failed|lost contact):", error or "")
+    return found[1] if found else ""
+
+
+def users_line_in(error: str | None) -> str:
+    """The innermost line of the user's code in an attempt's error, as `own.py, line 12, in step`; empty where a
+    traceback has none."""
+    frames = [(path, rest) for path, rest in _FRAME.findall(error or "") if not _NOT_THE_USERS.search(path)]
+    return f"{frames[-1][0].rpartition('/')[2]}, {frames[-1][1]}" if frames else ""
+
+
+_FRAME = re.compile(r'^ *File "(.+)", (line \d+, in .+)$', re.MULTILINE)
+_ROOMS = "attempt|checkpoint|cli|code|compat|config|data|frameworks|job|loops|observe|optim|ranks|records|runs|tasks"
+_NOT_THE_USERS = re.compile(rf"/(site|dist)-packages/|/lib/python3|/laststep/({_ROOMS})/|/laststep/\w+\.py$|^<")
 
 
 def read_attempts(path: Path) -> list[AttemptRecord]:

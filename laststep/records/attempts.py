@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from laststep.config.schema import Launch
 from laststep.ranks.disk import NO_PATIENCE, Patience, look_anew
+from laststep.ranks.fault import Retry
 from laststep.ranks.slurm import job_start
-from laststep.ranks.watchdog import Retry
 from laststep.ranks.world import World
 from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from laststep.records.metrics import is_step, read_lines

@@ -55,8 +55,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from laststep.config.schema import Launch
-from laststep.ranks.watchdog import Retry
-from laststep.records.attempt_record import AttemptRecord, EndedAttempt
+from laststep.ranks.fault import Retry
+from laststep.records.attempt_record import AttemptRecord, EndedAttempt, users_line_in
 from laststep.records.submissions import SubmissionRecord
 
 FAILURES = ("failed", "hung", "lost")
@@ -152,9 +152,6 @@ _PASSES_AT_START = re.compile(
 _PASSING_TYPES = {name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, OSError)}
 _PASSING_TYPES |= {"MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError", "DistBackendError"}
 _PASSING_TEXT = re.compile(r"\b(CUDA|cuda|cuDNN|CUBLAS|NCCL|nccl|[Gg]loo)\b|can't start new thread|DataLoader worker")
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
-_ROOMS = "attempt|checkpoint|cli|code|compat|config|data|frameworks|job|loops|observe|optim|ranks|records|runs|tasks"
-_NOT_THE_USERS = re.compile(rf"/(site|dist)-packages/|/lib/python3|/laststep/({_ROOMS})/|/laststep/\w+\.py$|^<")
 
 
 def error_place(error: str | None) -> str:
@@ -163,11 +160,10 @@ def error_place(error: str | None) -> str:
     text = (error or "").rstrip()
     last = next((line for line in reversed(text.splitlines()) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
     name = last.partition(":")[0].rpartition(".")[2]
-    frames = [(path, number) for path, number in _FRAME.findall(text) if not _NOT_THE_USERS.search(path)]
-    if not frames or not name or name in _PASSING_TYPES or _PASSING_TEXT.search(last):
+    place = users_line_in(text).rpartition(", in ")[0]
+    if not place or not name or name in _PASSING_TYPES or _PASSING_TEXT.search(last):
         return ""
-    path, number = frames[-1]
-    return f"{name} at {path.rpartition('/')[2]}, line {number}"
+    return f"{name} at {place}"
 
 
 def _error_again(of_job: Sequence[EndedAttempt]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from laststep.records.attempt_record import AttemptRecord
+from laststep.records.attempt_record import AttemptRecord, rank_in, read_ended_attempts, reason_in, users_line_in
 from laststep.records.metrics import newest_step
 from laststep.records.plan import read_plan
 from laststep.rundir import RunDir
@@ -181,7 +181,23 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     if status.state == "finished":
         return 0
     print(f"[laststep] {_how_it_ended(run, status)}", file=sys.stderr)
+    if status.state in ("failed", "lost"):
+        print_cause(run)
     return 1
+
+
+def print_cause(run: RunDir, local: bool = False) -> None:
+    """The last lines of a command whose run has failed: the first error of its last attempt, where in the user's code
+    that is, and what to type next. Above them are the logs, in which other ranks complain of the one that failed."""
+    for record in read_ended_attempts(run.attempts)[-1:]:
+        error = record["error"]
+        if reason := reason_in(error):
+            rank = rank_in(error)
+            print(f"error  {rank}: {reason}" if rank else f"error  {reason}", file=sys.stderr)
+        if line := users_line_in(error):
+            print(f"at     {line}", file=sys.stderr)
+    print(f"next   {command(f'resume {typed(run)}')}{' --local' if local else ''}", file=sys.stderr)
+    print(f"debug  {command(f'resume {typed(run)} --debug')}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(run: RunDir, status: RunStatus) -> str:

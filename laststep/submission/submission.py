@@ -195,6 +195,10 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
         status = local.run_local(config, run)
         if status == 0:
             _print_result(run)
+        elif status == 1:
+            from laststep.runs.run_logs import print_cause
+
+            print_cause(run, local=True)
         elif status > 128:
             print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
         return status

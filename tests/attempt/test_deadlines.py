@@ -29,18 +29,18 @@ from laststep.attempt.ending import print_stacks
 from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue import gone_file
 from laststep.ranks import disk
+from laststep.ranks.fault import Fault
 from laststep.ranks.process import Signals
-from laststep.ranks.watchdog import Fault, Neighbour
+from laststep.ranks.watchdog import Neighbour
 from laststep.ranks.world import ShardPlace, World
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.say import flush_output
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import reasons, train
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from laststep.config.errors import ConfigError
+from laststep.ranks.fault import DeviceConflict
 from laststep.ranks.group import Registration, check_devices
 from laststep.ranks.launchers import detect_world
-from laststep.ranks.world import DeviceConflict
 from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, train
 from tests.support.runs import FAULTY, config, only

@@ -21,15 +21,15 @@ from laststep.attempt import preflight as preflight_module
 from laststep.attempt.attempt import Attempt
 from laststep.attempt.preflight import GB, MB, Finding, Preflight, check_device, check_host, checks_of
 from laststep.config.config import Config
+from laststep.ranks.fault import BadNode
 from laststep.ranks.group import skewed_clocks
 from laststep.ranks.process import Signals
-from laststep.ranks.watchdog import BadNode
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.rundir import RunDir
 from tests.support.project import PROJECT
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.worlds import a_world
 
 
 class NVMLError(Exception):

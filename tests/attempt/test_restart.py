@@ -10,11 +10,11 @@ import pytest
 
 from laststep.attempt.restart import Actor, Follows, Verdict, what_follows, who_acts
 from laststep.config.schema import Launch
+from laststep.ranks.fault import Fault
 from laststep.ranks.slurm import Job
-from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import World
 from laststep.records.retry import Decision, Next
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 RESTART, REQUEUE, USED_UP = Decision(Next.RESTART), Decision(Next.REQUEUE), Decision(Next.END, "the budget is used up")
 RUNS: Job = {"JobState": "RUNNING", "Restarts": "0", "EndTime": "Unknown"}

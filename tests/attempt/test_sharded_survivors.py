@@ -17,8 +17,9 @@ from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded
 from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Place, Plan
 from laststep.checkpoint import files
+from laststep.ranks import disk
+from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault
 from laststep.ranks.world import Gathered
 
 BYTES = 4096
@@ -210,7 +211,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Stage]]:
     monkeypatch.setattr(files, "STRIPE_BYTES", 1024)  # a part for each rank that holds a shard
-    monkeypatch.setattr(rescue_module, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
+    monkeypatch.setattr(disk, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
     monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
     yield lambda size, shards: Stage(tmp_path, size, shards)
 

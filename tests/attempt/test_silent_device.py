@@ -28,17 +28,17 @@ from laststep.config.config import Config
 from laststep.loops.engine import Engine, SavableCopy
 from laststep.ranks import device as device_thread
 from laststep.ranks import disk
+from laststep.ranks.fault import DeviceSilent, Fault
 from laststep.ranks.process import Signals
-from laststep.ranks.watchdog import Fault
-from laststep.ranks.world import DeviceSilent, ShardPlace
+from laststep.ranks.world import ShardPlace
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.loops.test_behind_a_device import Disturbed
-from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
-from tests.support.waiting import wait_until
-from tests.support.worlds import a_world
+from tests.support.project import wait_until
+from tests.support.records import a_world
+from tests.support.states import save_frozen
 
 STEP = 4  # in whose collective the device hangs
 

@@ -23,10 +23,11 @@ from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, FrozenState
+from laststep.ranks import disk
+from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
-from laststep.ranks.watchdog import Fault
 from tests.support.disk import refusing
-from tests.support.frozen import frozen_state
+from tests.support.states import frozen_state
 
 WORDS = 4096  # 8 bytes each
 
@@ -172,7 +173,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
     monkeypatch.setattr(files, "STRIPE_BYTES", 1024)  # a stripe for each rank
-    monkeypatch.setattr(rescue_module, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
+    monkeypatch.setattr(disk, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
     monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
     yield lambda size: Stage(tmp_path, size)
 

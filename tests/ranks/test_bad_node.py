@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laststep.ranks.watchdog import BadNode, blamed_host
+from laststep.ranks.fault import BadNode, blamed_host
 
 
 @pytest.mark.parametrize(

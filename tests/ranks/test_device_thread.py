@@ -10,8 +10,8 @@ import pytest
 
 from laststep.ranks import device as module
 from laststep.ranks.device import DeviceThread
-from laststep.ranks.world import DeviceSilent
-from tests.support.waiting import DEADLINE_S, wait_until
+from laststep.ranks.fault import DeviceSilent
+from tests.support.project import DEADLINE_S, wait_until
 
 SHORT_S = 0.2
 

@@ -20,9 +20,8 @@ from laststep.rundir import RunDir
 from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
 from tests.support.forked import forked_python
 from tests.support.images import make_folder
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT, read_until, wait_until
 from tests.support.ranks import fingerprint, reasons
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
 
@@ -230,13 +229,19 @@ def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None
     assert said.count("empty_task.Empty: empty") == 1, "the log need not say it too"
 
 
-def test_a_users_error_is_shown_once(terminal: Terminal) -> None:
-    """One traceback, which begins at the user's own line: that is the one to mend."""
+def test_the_first_error_is_the_last_line(terminal: Terminal) -> None:
+    """One traceback, which begins at the user's own line. The command ends with which rank failed, where and why, and
+    with what to type next; above it other ranks say that they have lost that one."""
     two = ("--tasks-per-node", "2", "task=tests.support.tasks.Broken")
     said = terminal.types("--local", "--name", "broken", *two, *TINY, status=1)
     lines = said.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
-    assert "tests/support/faulty_tasks.py" in lines[begins + 1] and said.count("ValueError: a bad sample") == 1, said
+    assert "tests/support/tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
+    error, at, resume, debug = lines[-4:]
+    assert re.fullmatch(r"error  rank \d on \S+: ValueError: a bad sample", error), said
+    assert re.fullmatch(r"at     faulty_tasks.py, line \d+, in \w+", at), said
+    assert re.fullmatch(r"next   .* resume \S*broken --local", resume), said
+    assert re.fullmatch(r"debug  .* resume \S*broken --debug", debug), said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ for name in (
     "laststep.attempt.attempt",
     "laststep.loops.custom_loop",
     "laststep.loops.sharded",
-    "laststep.loops.sharded",
     "laststep.loops.task_loop",
 ):
     if name.partition(".")[0] != "tensorboard" or importlib.util.find_spec("tensorboard"):  # it is not in every image

@@ -91,7 +91,7 @@ SLOW = (
     "test_gpu_check.py::test_ctrl_c",
     "test_packaging",
     "test_parts",
-    "ranks/test_interpreter_watch",
+    "attempt/test_interpreter_watch",
     "ranks/test_meeting",
     "ranks/test_network",
     "ranks/test_seal.py::test_an_outsider",

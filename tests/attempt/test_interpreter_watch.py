@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from laststep.ranks.process import identity
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
+from tests.support.project import DEADLINE_S, read_until, wait_until
 
 TIMEOUT_S = 1.4
 RANK = f"""
 import ctypes, faulthandler, os, sys, threading
-from laststep.ranks.interpreter_watch import InterpreterWatch
+from laststep.attempt.interpreter_watch import InterpreterWatch
 faulthandler.enable()
 watch = InterpreterWatch({TIMEOUT_S})
 watch.sign(True)
