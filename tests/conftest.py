@@ -14,9 +14,8 @@ import pytest
 
 from laststep.ranks.process import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
-from tests.support.project import SILENT, SILENT_PATH
+from tests.support.project import SILENT, SILENT_PATH, make_shared_folder, remove_shared_folder
 from tests.support.running_order import arrange
-from tests.support.shared import make_shared_folder, remove_shared_folder
 
 # Hundreds of processes import the project: each would compile it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

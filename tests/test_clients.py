@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.clients import Client, Clients, missing
 from tests.support.needs import require
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
 
 NEVER_S = 3600.0
 

@@ -39,12 +39,10 @@ from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
+from tests.ranks.stub_driver import StubDriver
 from tests.support.needs import require_package
-from tests.support.project import PROJECT, install_finder
-from tests.support.sharded import pretended_rank, sharded
-from tests.support.stub_driver import StubDriver
-from tests.support.torch_settings import torch_setting
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, PROJECT, install_finder, wait_until
+from tests.support.states import pretended_rank, sharded, torch_setting
 
 
 def test_it_imports_nothing() -> None:

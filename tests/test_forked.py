@@ -17,7 +17,7 @@ import pytest
 from tests.support.forked import forked_python
 from tests.support.forked.server import Server
 from tests.support.needs import require_root
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
+from tests.support.project import DEADLINE_S, read_until, wait_until
 
 LOOK = """
 import json, os, random, resource, signal, socket, sys, tempfile, time

@@ -21,8 +21,7 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu.check import Check
 from tests.gpu.parts import PARTS, Part
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, PROJECT, wait_until
 
 FIRST = ["full-queue", "full-queue-nccl", "queued-steps", "death-nccl", "death-gloo", "restart"]
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -23,8 +23,7 @@ import laststep
 from laststep.data.catalog import MNIST_5K
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 pytestmark = pytest.mark.xdist_group("packaging")  # all in one process: they share what is built
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked import forked_python
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S, read_until
+from tests.support.project import DEADLINE_S, PROJECT, read_until
 
 PAGE = (PROJECT / "docs" / "custom-loops.md").read_text()
 

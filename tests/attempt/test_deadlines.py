@@ -37,11 +37,10 @@ from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.say import flush_output
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import reasons, train
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
 
 
 def python(script: str) -> subprocess.CompletedProcess[str]:

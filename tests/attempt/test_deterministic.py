@@ -16,12 +16,11 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
 from laststep.rundir import RunDir
-from tests.support.deterministic import LOOP, SCATTERS, like_on_a_gpu
-from tests.support.project import PROJECT
+from tests.attempt.deterministic import LOOP, SCATTERS, like_on_a_gpu
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import Attempt
+from tests.support.records import a_world
 from tests.support.runs import config, only
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
 
 
 @pytest.mark.parametrize(("task", "ranks"), [(SCATTERS, 1), (LOOP, 1), (LOOP, 3)], ids=["task", "loop", "rehearsal"])
@@ -55,7 +54,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     """A wrong configuration: one line on stderr, no traceback, and the name is free again."""
     code = (
         "import runpy, sys\n"
-        "from tests.support.deterministic import like_on_a_gpu\n"
+        "from tests.attempt.deterministic import like_on_a_gpu\n"
         "like_on_a_gpu()\n"
         "runpy.run_module('laststep', run_name='__main__', alter_sys=True)\n"
     )
@@ -133,7 +132,7 @@ compile_each_shape(print)
 from laststep.config.config import Config
 from laststep.ranks.device import set_up_device
 import torch
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 mock.patch("torch.cuda.device_count", lambda: 1).start()
 mock.patch("torch.cuda.set_device", lambda device: None).start()
 before = set(sys.modules)

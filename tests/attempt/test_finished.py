@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from laststep.rundir import RunDir
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import Attempt, starts
 from tests.support.runs import config
-from tests.support.waiting import DEADLINE_S
 
 
 def files(run: RunDir) -> dict[str, bytes]:

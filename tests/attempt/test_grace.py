@@ -17,8 +17,8 @@ from laststep.config.schema import Launch
 from laststep.ranks.process import SIGNALLED, Signals
 from laststep.ranks.slurm import NEVER, Job, KillLimits
 from laststep.ranks.world import World
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 NOW = 1_800_000_000.0
 LIMITS = KillLimits(kill_wait_s=30, over_s=120)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from laststep.ranks.process import identity
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
+from tests.support.project import DEADLINE_S, read_until, wait_until
 
 TIMEOUT_S = 1.4
 RANK = f"""

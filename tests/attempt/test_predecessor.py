@@ -21,9 +21,9 @@ from laststep.ranks import disk
 from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.commands import FakeSlurm
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 FIRST, SECOND = a_world(size=2, job_id="local-1"), a_world(size=2, job_id="local-2", attempt="8-0")
 ON_SLURM = a_world(size=2, launcher="submitit-slurm")

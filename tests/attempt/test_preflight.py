@@ -28,8 +28,8 @@ from laststep.ranks.world import hostname
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.rundir import RunDir
 from tests.support.project import PROJECT
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.worlds import a_world
 
 
 class NVMLError(Exception):

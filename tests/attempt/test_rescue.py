@@ -41,9 +41,9 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.disk import eager, without_locks
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.records import a_world
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
 from tests.support.tasks import read_one_step_late
-from tests.support.worlds import a_world
 
 
 def tree(pid: int) -> list[int]:

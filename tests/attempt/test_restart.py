@@ -14,7 +14,7 @@ from laststep.ranks.fault import Fault
 from laststep.ranks.slurm import Job
 from laststep.ranks.world import World
 from laststep.records.retry import Decision, Next
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 RESTART, REQUEUE, USED_UP = Decision(Next.RESTART), Decision(Next.REQUEUE), Decision(Next.END, "the budget is used up")
 RUNS: Job = {"JobState": "RUNNING", "Restarts": "0", "EndTime": "Unknown"}

@@ -17,9 +17,9 @@ import pytest
 from laststep.checkpoint import files, store
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed
-from tests.support.waiting import DEADLINE_S
 
 OPTIONS = ("task=tests.support.tasks.Signalled", "checkpoint.every_steps=2")
 

@@ -13,7 +13,7 @@ import pytest
 
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
-from tests.support.apart import fall_apart
+from tests.attempt.apart import fall_apart
 from tests.support.ranks import Attempt, fingerprint
 from tests.support.runs import FAULTY, KILLED, only
 from tests.support.runs import config as a_config

@@ -16,7 +16,7 @@ import pytest
 from laststep.attempt.grace import EARLY_S, Ending, ending, judge
 from laststep.ranks.slurm import cluster_settings, kill_limits, kill_wait_s
 from laststep.ranks.world import World
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 NOW = 1_800_000_000.0
 DELAY_S = 90

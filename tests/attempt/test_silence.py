@@ -20,10 +20,9 @@ from tests.attempt import test_sharded_rescue as sharded
 from tests.attempt.test_rescue import goes_on, slug
 from tests.loops import test_custom_loop as custom
 from tests.silent import silent_backend
-from tests.support.project import SILENT
+from tests.support.project import DEADLINE_S, SILENT, wait_until
 from tests.support.ranks import forked
 from tests.support.runs import EVERYTHING, befall, only, stop_and_resume
-from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(autouse=True)

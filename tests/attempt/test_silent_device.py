@@ -35,10 +35,10 @@ from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.loops.test_behind_a_device import Disturbed
-from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
-from tests.support.waiting import wait_until
-from tests.support.worlds import a_world
+from tests.support.project import wait_until
+from tests.support.records import a_world
+from tests.support.states import save_frozen
 
 STEP = 4  # in whose collective the device hangs
 

@@ -27,7 +27,7 @@ from laststep.ranks import disk
 from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
 from tests.support.disk import refusing
-from tests.support.frozen import frozen_state
+from tests.support.states import frozen_state
 
 WORDS = 4096  # 8 bytes each
 

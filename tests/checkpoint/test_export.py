@@ -38,8 +38,8 @@ from laststep.checkpoint.store import CheckpointStore, Manifest
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
-from tests.support.frozen import save_alone
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
+from tests.support.states import save_alone
 
 
 class Tied(nn.Module):

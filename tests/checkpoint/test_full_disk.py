@@ -26,9 +26,8 @@ from laststep.ranks.group import Group
 from laststep.records.metrics import read_lines
 from tests.support.commands import begin, end
 from tests.support.needs import require_root
-from tests.support.project import PROJECT
-from tests.support.waiting import wait_until
-from tests.support.worlds import a_world
+from tests.support.project import PROJECT, wait_until
+from tests.support.records import a_world
 
 STATE = {"weights": torch.arange(1_000_000, dtype=torch.float32)}  # 4 MB
 

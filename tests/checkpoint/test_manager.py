@@ -20,8 +20,8 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.schema import Checkpoint
 from laststep.ranks.group import Group
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S
+from tests.support.records import a_world
 
 EVERY_S = 600.0
 

@@ -20,7 +20,7 @@ from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
 from tests.checkpoint.test_store import truncate, write
 from tests.support.disk import refusing
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 

@@ -29,8 +29,8 @@ from laststep.ranks.group import Group, PeerLost
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World
 from tests.checkpoint.test_restore import flip, together
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 CPU = torch.device("cpu")
 Write = Callable[[int, Path], object]  # what the framework does on a rank

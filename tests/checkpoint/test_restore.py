@@ -28,8 +28,8 @@ from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from tests.checkpoint.test_writer import info_of, nothing, same
 from tests.support.disk import refusing
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 CPU = torch.device("cpu")
 

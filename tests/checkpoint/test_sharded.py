@@ -1,6 +1,6 @@
 """Checkpoints of sharded states: the bytes are those of the full tensors, whoever wrote them and whoever reads them.
 
-One process pretends to be each rank in turn, see `tests.support.sharded`; the ranks that restore are threads.
+One process pretends to be each rank in turn, see `tests.support.states`; the ranks that restore are threads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from laststep.loops.registered import live_state
 from laststep.ranks.world import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together
 from tests.checkpoint.test_writer import info_of, nothing, same
-from tests.support.sharded import is_cut, local, places, pretended_rank, sharded, sharded_state
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
+from tests.support.states import is_cut, local, places, pretended_rank, sharded, sharded_state
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -26,8 +26,8 @@ from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import ShardPlace
 from tests.checkpoint.test_writer import Rank, Ranks, end, info_of, nothing
-from tests.support.sharded import local
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.states import local
 
 SIZE = 2
 

@@ -25,7 +25,7 @@ from laststep.checkpoint.files import CheckpointError, FileEntry, Patience
 from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest, fsync
 from laststep.config.errors import DiskError
 from tests.support.disk import acting_at, failing_at, refusing
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 STATE = bytes(range(256)) * 20
 FIRST, SECOND = "shard_0000-of-0002.bin", "shard_0001-of-0002.bin"

@@ -36,8 +36,8 @@ from laststep.checkpoint.pack import Packed, load
 from laststep.checkpoint.store import LUSTRE, MANIFEST, CheckpointStore, Manifest, shard_name
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from tests.support.disk import failing_at
-from tests.support.frozen import save_alone
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
+from tests.support.states import save_alone
 
 CPU = torch.device("cpu")
 SMALL_STRIPE = 1 << 14  # so that the ranks of these tests share their small states, like those of a large model

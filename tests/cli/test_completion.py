@@ -15,7 +15,7 @@ import pytest
 
 from laststep.runs.run_folders import PROJECT
 from tests.support.needs import require_program
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 ALL, SHOW, CLEAR = "\x0f", "\x14", "\x15"  # Ctrl-O inserts all candidates, Ctrl-T writes the line to a file
 KEYS = {

@@ -18,8 +18,8 @@ from laststep.cli.main import main
 from laststep.rundir import RunDir
 from laststep.runs.run_status import still_prints
 from tests.support.commands import fake_squeue
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import ended_attempt
-from tests.support.waiting import DEADLINE_S, wait_until
 
 HEAD = "[laststep 10:00:00] attempt begins on 2026-11-21: rank 0 of 1 on n1 (slurm, job 4711, restart 0)"
 LOG = [

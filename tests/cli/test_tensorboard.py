@@ -15,8 +15,7 @@ import pytest
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from tests.support.commands import begin, end, refusal
-from tests.support.project import PROJECT
-from tests.support.waiting import read_until, wait_until
+from tests.support.project import PROJECT, read_until, wait_until
 
 STEP = {"step": 1, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 50.0, "time": 1e9}
 

@@ -16,8 +16,7 @@ from laststep.cli import rank
 from laststep.cli.main import main
 from laststep.config.errors import ConfigError
 from tests.support.commands import files, refusal
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 WRONG = [
     (["submit", "status"], "submit status: two verbs; type one of them"),

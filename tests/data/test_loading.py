@@ -39,7 +39,7 @@ from laststep.ranks.group import Group
 from laststep.ranks.process import set_up_worker
 from laststep.tasks.classification import Classification
 from tests.support.images import make_folder, photo
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 CPU = torch.device("cpu")
 KINDS = (

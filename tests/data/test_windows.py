@@ -16,7 +16,7 @@ from laststep.config.errors import ConfigError
 from laststep.data import windows
 from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture
 from laststep.data.windows import Windows, open_windows
-from tests.support.language_tasks import make_texts
+from tests.tasks.language_tasks import make_texts
 
 SOURCES = "data.args.sources={web: 0.7, books: 0.3}"
 

@@ -17,7 +17,7 @@ from laststep.ranks.device import choose_backend
 from tests.support.commands import begin, end, files
 from tests.support.forked import forked_python
 from tests.support.needs import require_program
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 HELLO = ["-m", "laststep", "hello"]
 PLAIN = [sys.executable, *HELLO]

@@ -37,7 +37,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.processes import parent, processes
 from tests.slurm.user import User
 from tests.support.forked import forked_python, process_of
-from tests.support.shared import make_shared_folder, remove_shared_folder
+from tests.support.project import make_shared_folder, remove_shared_folder
 
 T = TypeVar("T")
 PROGRAMS = ("squeue", "scontrol", "sacct", "sbatch", "srun", "scancel")

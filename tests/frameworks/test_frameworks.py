@@ -13,7 +13,7 @@ from laststep.records.metrics import read_lines
 from tests.support import framework_loops
 from tests.support.needs import require_package
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import undisturbed_run
 
 STOPPED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 

@@ -15,9 +15,8 @@ from laststep.code.task_check import check_task
 from laststep.config.errors import ConfigError
 from tests.support.forked import forked_python
 from tests.support.needs import OPTIONAL
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.runs import SMALL
-from tests.support.waiting import DEADLINE_S
 
 LOOPS = "tests.support.custom_loops"
 

@@ -25,10 +25,9 @@ from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import read_lines
 from tests.support.forked import forked_python
 from tests.support.needs import require_package
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT, wait_until
 from tests.support.ranks import fingerprint, train
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.runs import undisturbed_run
 
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_METRICS_ENABLED": "0"}
 SOON = {f"RAY_TRAIN_{what}_INTERVAL_S": "0.5" for what in ("HEALTH_CHECK", "PREEMPTION_POLL")}
@@ -47,7 +46,7 @@ def folder() -> Iterator[Path]:
 def test_a_killed_worker_and_a_drained_node(root: Path, folder: Path) -> None:
     """In both cases the ranks outlive Ray's worker, and save the step that they are in."""
     require_package("ray")
-    keys = ["task=tests.support.ray_loop.main", "device=cpu", "train.log_every=1", f"launch.root={root}"]
+    keys = ["task=tests.frameworks.ray_loop.main", "device=cpu", "train.log_every=1", f"launch.root={root}"]
     keys += [
         "launch.name=ray",
         "launch.tasks_per_node=2",
@@ -56,7 +55,7 @@ def test_a_killed_worker_and_a_drained_node(root: Path, folder: Path) -> None:
     config = Config.load(None, keys)
     config.save(folder / "run.yaml")
     driver = subprocess.run(
-        [sys.executable, "-m", "tests.support.ray_driver", folder, forked_python(), "--config", folder / "run.yaml"],
+        [sys.executable, "-m", "tests.frameworks.ray_driver", folder, forked_python(), "--config", folder / "run.yaml"],
         cwd=PROJECT,
         env={**os.environ, **RAY, **SOON, "RAY_TMPDIR": str(folder)},
         stdout=subprocess.PIPE,

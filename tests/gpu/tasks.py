@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laststep.config.config import Config
 from laststep.ranks.launchers import detect_world
 from laststep.tasks.classification import Classification
-from tests.support.faulty_tasks import Faulty
+from tests.support.tasks import Faulty
 
 LONG = 200_000_000_000  # clock cycles of a GPU: more than a minute
 MORE_THAN_FIT = 5_000  # kernels; a GPU's queue takes about a thousand

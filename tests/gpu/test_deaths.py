@@ -21,9 +21,9 @@ from tests.gpu.devices import (
     share_the_gpu,
     skip_without,
 )
+from tests.gpu.supervised_ranks import train_supervised
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import EVERYTHING, KILLED, config, only, undisturbed
-from tests.support.supervised_ranks import train_supervised
 
 FULL_QUEUE = {"LASTSTEP_TEST_KERNELS": "1"}
 

@@ -14,9 +14,9 @@ import pytest
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.gpu.devices import CHOSEN, FAULTY_ON_GPU, one_gpu_each, ranks_on
+from tests.gpu.supervised_ranks import train_supervised
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import KILLED, config, only
-from tests.support.supervised_ranks import train_supervised
 
 ON_CPUS = CHOSEN == "cpu"
 DEVICE = "cpu" if ON_CPUS else "cuda"

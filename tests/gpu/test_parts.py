@@ -30,7 +30,7 @@ from tests.gpu.devices import DEVICES, EXACT, needs_gpu, place, skip_without, sk
 from tests.support.images import IMAGES, LABELS, make_folder, resnet
 from tests.support.images import Images as Classified
 from tests.support.project import PROJECT
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 
 def learner(device: str, world: World) -> Learner:

@@ -22,9 +22,9 @@ from laststep.ranks.device import ANSWER_S, open_queue
 from laststep.ranks.fault import DeviceSilent
 from laststep.rundir import RunDir
 from tests.gpu.devices import DEVICES, needs_gpu, place
-from tests.support.frozen import save_frozen
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.states import save_frozen
 
 ON_GPU = ("device=cuda", "train.deterministic=true")
 HANGS = 20_000_000_000  # clock cycles of a GPU: more than eight seconds

@@ -36,10 +36,10 @@ from laststep.records.attempt_record import Reason, read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
+from tests.support.commands import FakeSlurm
 from tests.support.disk import flock_fails, refusing
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.worlds import a_world
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n2"), local_size=1, nodes=2)
 LAUNCH = Launch(max_failures=1, max_restarts=0)

@@ -21,8 +21,8 @@ from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.worlds import a_world
+from tests.support.commands import FakeSlurm
+from tests.support.records import a_world
 
 FOUR = ("n1", "n2", "n3", "n4")
 KILLED = 137

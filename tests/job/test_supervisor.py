@@ -26,16 +26,15 @@ from laststep.trainer import Trainer
 from tests.support.clients import Client, Clients, missing
 from tests.support.forked import forked_python
 from tests.support.needs import require
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, PROJECT, wait_until
+from tests.support.records import a_world
 
 WORLD = a_world(
     size=2, job_id="7", launcher="submitit-slurm", on_slurm=True, hosts=("n1", "n1"), step_id=0, step_restarts=0
 )
 REMEMBERED_S = 3600.0  # longer than any test: what the hosts do not look for they never see
 SUPERVISOR = "laststep.job.supervisor"
-TROUBLED = "tests.support.troubled_supervisor"
+TROUBLED = "tests.job.troubled_supervisor"
 SCONTROL = """\
 #!/bin/bash
 echo "$@" >> {folder}/asked
@@ -80,7 +79,7 @@ class Step:
             "LASTSTEP_TEST_RANKS": str(self.folder),
             "PATH": f"{self.folder}:{os.environ['PATH']}",
         }
-        words = [forked_python(), "-u", "-m", module, "-u", "-m", "tests.support.supervised", str(self.run.logs)]
+        words = [forked_python(), "-u", "-m", module, "-u", "-m", "tests.job.supervised", str(self.run.logs)]
         if self._hosts:
             words = self._hosts[rank].command(*words)
         with (self.run.logs / f"rank_{rank}.log").open("wb") as log:

@@ -22,10 +22,10 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.loops.custom_loop import Phase
 from laststep.loops.engine import Engine
 from laststep.rundir import RunDir
-from tests.support.frozen import save_frozen
+from tests.loops.scripted import RewoundQueue, ScriptedEvent
 from tests.support.loops import a_loop, checkpoint, lines, settings_of, undisturbed_run
-from tests.support.scripted import RewoundQueue, ScriptedEvent
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.states import save_frozen
 
 
 @pytest.fixture(scope="module", params=["task", "custom"])

@@ -31,9 +31,9 @@ from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
 from laststep.ranks.world import Gathered, ShardPlace
 from laststep.records.metrics import MetricsFile
-from tests.support.sharded import places, pretended_rank, sharded_state
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S
+from tests.support.records import a_world
+from tests.support.states import places, pretended_rank, sharded_state
 
 
 def full_state(step: int) -> dict[str, Any]:

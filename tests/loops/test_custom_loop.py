@@ -12,7 +12,7 @@ import pytest
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import undisturbed_run
 
 KILLED = -signal.SIGKILL
 

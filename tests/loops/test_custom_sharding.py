@@ -26,22 +26,22 @@ from laststep.loops.registered import Registered, place_of
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from laststep.records.metrics import read_lines
+from tests.loops.sharded_loops import data, named, network
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.sharded import pretended_rank
-from tests.support.sharded_loops import data, named, network
-from tests.support.undisturbed import undisturbed_run
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.runs import undisturbed_run
+from tests.support.states import pretended_rank
 
 KILLED = -signal.SIGKILL
 
 
 def config(root: Path, name: str, ranks: int, mesh: str, *options: str) -> Config:
-    """A small run of tests/support/sharded_loops.py."""
+    """A small run of tests/loops/sharded_loops.py."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}", f"args.mesh={mesh}"]
     for_all = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
     for_all += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]
-    return Config.load(None, ["task=tests.support.sharded_loops.thorough", *for_all, *place, *options])
+    return Config.load(None, ["task=tests.loops.sharded_loops.thorough", *for_all, *place, *options])
 
 
 def strike(root: Path, name: str, ranks: int, mesh: str, place: str, *options: str) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from tests.support.ranks import Attempt, fingerprint, reasons, train
 
 
 def config(root: Path, name: str, ranks: int, task: str, *options: str) -> Config:
-    """A small run of a function in tests/support/shared_loops.py, in four shares."""
+    """A small run of a function in tests/loops/shared_loops.py, in four shares."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
     options_for_all = ["device=cpu", "train.shares=4", "train.log_every=3", "launch.max_failures=9"]
     options_for_all += [f"checkpoint.every_{what}=null" for what in ("epochs", "minutes")]  # saves at stops and rescues
-    return Config.load(None, [f"task=tests.support.shared_loops.{task}", *options_for_all, *options, *place])
+    return Config.load(None, [f"task=tests.loops.shared_loops.{task}", *options_for_all, *options, *place])
 
 
 def test_any_number_of_ranks(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from laststep.config.config import Config
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.runs import config
-from tests.support.undisturbed import undisturbed_folder, undisturbed_run
+from tests.support.runs import config, undisturbed_folder, undisturbed_run
 
 CONSTANT = ("optim.schedule=constant",)
 

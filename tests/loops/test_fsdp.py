@@ -24,8 +24,8 @@ from laststep.loops.sharded import shard
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from tests.support.images import Images
-from tests.support.sharded import local, pretended_rank
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.states import local, pretended_rank
 
 FULL, HYBRID = ShardPlace(0, 2, 0, 1), ShardPlace(0, 2, 0, 2)
 Cut = Callable[[Any, DeviceMesh], None]

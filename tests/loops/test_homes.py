@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laststep.config.errors import ConfigError
 from laststep.loops.snapshot import Buffers
 from laststep.ranks.group import Group
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 
 class Mean(nn.Module):

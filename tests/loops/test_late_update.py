@@ -33,10 +33,10 @@ from laststep.ranks.world import Gathered
 from laststep.rundir import RunDir
 from tests.loops.test_behind_a_device import Disturbed
 from tests.support.loops import Doubling, a_loop, lines
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.ranks import forked
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
 
 SETTINGS = (
     "train.sharding=hybrid", "train.batch_size=16", "optim.clip_norm=0.01", "optim.warmup_steps=9",

@@ -28,7 +28,7 @@ from laststep.optim.build import scheduled
 from laststep.ranks.group import Group
 from laststep.tasks.models import build_model
 from tests.support.images import IMAGES, LABELS, Images, resnet
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 PLAIN = ["optim.lr=1", "optim.momentum=0", "optim.schedule=constant"]  # a step is the negative gradient
 

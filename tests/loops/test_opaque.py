@@ -18,17 +18,17 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.submission.branch import copy_state
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.undisturbed import undisturbed_folder, undisturbed_run
+from tests.support.runs import undisturbed_folder, undisturbed_run
 
 KILLED = -signal.SIGKILL
 
 
 def config(root: Path, name: str, *options: str, task: str = "hidden", ranks: int = 2) -> Config:
-    """A small run of a function in tests/support/opaque_loops.py, which saves when it is told to."""
+    """A small run of a function in tests/loops/opaque_loops.py, which saves when it is told to."""
     place = [f"launch.root={root}", f"launch.name={name}", f"launch.tasks_per_node={ranks}"]
     fixed = ["device=cpu", "train.log_every=3", "launch.max_failures=9", "launch.hang_timeout_s=20"]
     fixed += ["checkpoint.every_epochs=null", "checkpoint.every_minutes=null", "checkpoint.asynchronous=false"]
-    return Config.load(None, [f"task=tests.support.opaque_loops.{task}", *fixed, *options, *place])
+    return Config.load(None, [f"task=tests.loops.opaque_loops.{task}", *fixed, *options, *place])
 
 
 def attempt(settings: Config, place: str = "", save: str = "", breaks: bool = False) -> Attempt:

@@ -26,8 +26,8 @@ from laststep.optim.build import SORTED, check_order, load_optimizer
 from laststep.optim.names import optimizer_names
 from laststep.ranks.group import Group
 from laststep.task import Task
-from tests.support.frozen import save_alone
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.states import save_alone
 
 X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(3)), torch.arange(12) % 5
 TOTAL = 6

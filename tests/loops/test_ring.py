@@ -13,8 +13,8 @@ from laststep.loops.snapshot import Ring
 from laststep.ranks import device as device_thread
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.fault import DeviceSilent
-from tests.support.scripted import ScriptedQueue
-from tests.support.waiting import wait_until
+from tests.loops.scripted import ScriptedQueue
+from tests.support.project import wait_until
 
 STEPS = 5
 PER_STEP = 5  # pieces of work in the device's queue: the step's collective, the mark, two halves, the mark

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from laststep.loops.registered import difference_between_ranks
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
-from tests.support.sharded import places, pretended_rank, sharded
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.states import places, pretended_rank, sharded
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.randn(3, 4), "count": torch.tensor(3), "mask": torch.tensor([True, False])},

@@ -12,9 +12,9 @@ from tests.support.ranks import Attempt
 
 
 def attempt(root: Path, loop: str, ranks: int = 2, *options: str) -> Attempt:
-    """One attempt at a run of a function in tests/support/script_loops.py, which has ended."""
+    """One attempt at a run of a function in tests/loops/script_loops.py, which has ended."""
     place = [f"launch.root={root}", f"launch.name={loop}-{ranks}", f"launch.tasks_per_node={ranks}"]
-    words = [f"task=tests.support.script_loops.{loop}", "device=cpu", "launch.hang_timeout_s=20"]
+    words = [f"task=tests.loops.script_loops.{loop}", "device=cpu", "launch.hang_timeout_s=20"]
     started = Attempt(Config.load(None, [*words, *place, *options]))
     started.wait()
     return started

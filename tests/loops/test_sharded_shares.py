@@ -23,12 +23,12 @@ from laststep.loops.shares import in_order, shares_of, team_of
 from laststep.ranks.group import tree_sum
 from laststep.ranks.world import shard_rows
 from laststep.records.metrics import read_lines
+from tests.loops.forked_learners import Result, learn
 from tests.loops.test_learner import blocks
-from tests.support.forked_learners import Result, learn
-from tests.support.layers import transformer
 from tests.support.ranks import Attempt, fingerprint, train
+from tests.support.records import a_world
 from tests.support.runs import SMALL
-from tests.support.worlds import a_world
+from tests.support.tasks import transformer
 
 EVERYTHING = (
     *("train.ema_decay=0.9", "train.activation_checkpointing=true", "optim.clip_norm=0.5", "optim.name=adamw"),

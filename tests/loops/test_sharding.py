@@ -19,11 +19,10 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.order import Order
 from laststep.records.metrics import read_lines
+from tests.loops.forked_learners import Result, learn
 from tests.loops.test_learner import blocks, convnet
-from tests.support.forked_learners import Result, learn
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.runs import config
-from tests.support.samples import check_samples
+from tests.support.runs import check_samples, config
 
 EVERYTHING = ("train.ema_decay=0.9", "train.accumulate=2", "optim.clip_norm=0.5", "train.activation_checkpointing=true")
 

@@ -33,8 +33,8 @@ from laststep.submission.sbatch import rank_count
 from tests.loops.test_learner import blocks, learner
 from tests.support.images import IMAGES, LABELS
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.support.records import a_world
 from tests.support.runs import EVERYTHING, KILLED, SMALL
-from tests.support.worlds import a_world
 
 TWELVE = torch.randn(12, 1000, generator=torch.Generator().manual_seed(3))  # gradients of twelve shares
 
@@ -253,7 +253,7 @@ def test_a_custom_loop_that_has_no_shares_is_refused() -> None:
     config = Config.load(None, ["task=examples.custom_loop.main", "train.shares=2"])
     with pytest.raises(ConfigError, match=r"train.shares=2: examples.custom_loop.main, a custom loop, does not comp"):
         check_keys(config, ["train.shares"])
-    config.task = "tests.support.shared_loops.thorough"
+    config.task = "tests.loops.shared_loops.thorough"
     check_keys(config, ["train.shares"])
 
 

@@ -15,7 +15,7 @@ from laststep.data.order import Order
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, reasons, train
-from tests.support.samples import check_samples
+from tests.support.runs import check_samples
 
 # 110 samples in batches of 24: 5 steps an epoch, the last of 14 samples, which 8 micro-batches share unevenly.
 SAMPLES, BATCH, EPOCHS = 110, 24, 4

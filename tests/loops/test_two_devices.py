@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from laststep.loops.registered import FingerprintedState
 from laststep.loops.snapshot import Buffers, OptimizerSnapshot
 from laststep.ranks.group import Group
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 
 def test_a_fingerprint() -> None:

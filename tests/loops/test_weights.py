@@ -29,8 +29,7 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.tasks.models import build_model, model_names, pretrained_weights, weights_names
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.runs import EVERYTHING, config
-from tests.support.undisturbed import undisturbed_folder, undisturbed_run
+from tests.support.runs import EVERYTHING, config, undisturbed_folder, undisturbed_run
 
 UNCHANGED = ("optim.lr=1e-30", "optim.momentum=0")  # no step changes a weight
 

@@ -6,7 +6,7 @@ import pytest
 
 from laststep.config.config import Config
 from laststep.observe.progress import likely_cause
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 GONE = (
     "rank 1 on n2: gone (killed, out of memory, or its node died)\nrank 0 on n1 lost contact: Connection closed by peer"

@@ -25,7 +25,7 @@ from laststep.report.curves import MAX_POINTS, Curve
 from laststep.report.timeline import Span, Timeline
 from laststep.rundir import RunDir
 from tests.support.needs import require
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 BEGAN = 1_795_000_000.0
 REASONS = ["preempted", "timeout", "cancelled", "failed", "hung", "lost", "finished"]

@@ -34,12 +34,11 @@ from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.records import append_only
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from tests.support import curves
-from tests.support.curves import files, loaded, loader, on_disk
-from tests.support.project import PROJECT
+from tests.observe import curves
+from tests.observe.curves import files, loaded, loader, on_disk
+from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
-from tests.support.waiting import wait_until
 
 LOG_EVERY = 3
 

@@ -15,8 +15,8 @@ import pytest
 from laststep.cli.verbs import VERBS
 from laststep.config.config import Config
 from laststep.config.keys import fields_of
+from tests.attempt.deterministic import SCATTERS, like_on_a_gpu
 from tests.support.commands import begin, end
-from tests.support.deterministic import SCATTERS, like_on_a_gpu
 from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt

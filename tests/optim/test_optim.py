@@ -17,6 +17,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import Optim
+from laststep.optim import names
 from laststep.optim.build import clear_gradients, make_optimizer
 from laststep.optim.names import UNSUPPORTED, check_optimizer, class_name, optimizer_names
 from tests.support.project import PROJECT
@@ -34,8 +35,12 @@ def make(**fields: Any) -> torch.optim.Optimizer:
 
 
 def test_names_are_those_of_torch() -> None:
-    """Read from torch's source, without importing it: no class is missing, and none is invented."""
+    """Also in the table, for commands, which do not import torch: no class is missing, and none is invented."""
     assert sorted([*optimizer_names(), *UNSUPPORTED]) == sorted(CLASSES)
+    of_torch = {
+        name: arguments for name, arguments in names._of_torch(torch).items() if name.lower() not in UNSUPPORTED
+    }
+    assert of_torch == names._TABLE
     assert {name: class_name(name) for name in CLASSES} == {name: kind.__name__ for name, kind in CLASSES.items()}
 
 
@@ -82,10 +87,15 @@ def test_arguments_are_those_of_torch(name: str) -> None:
         ({"name": "Muon"}, "optim.name=Muon: Muon refuses: Muon only supports 2D parameters"),
     ],
 )
-def test_wrong_names_and_arguments(fields: dict[str, Any], wrong: str) -> None:
-    """One line that names the key and the choice."""
+def test_wrong_names_and_arguments(fields: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that names the key and the choice. A command, without torch, writes the same."""
     with pytest.raises(ConfigError, match=wrong) as raised:
         make(**fields)
+    if "refuses" not in wrong and "it takes" not in wrong:  # the order in which a list names them differs
+        monkeypatch.setattr(names, "_of_torch", lambda _: names._TABLE)
+        with pytest.raises(ConfigError) as by_table:
+            check_optimizer(Optim(**fields))
+        assert str(by_table.value) == str(raised.value)
     assert "\n" not in str(raised.value)
 
 

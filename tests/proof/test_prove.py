@@ -15,13 +15,12 @@ from laststep.config.config import Config
 from laststep.rundir import RunDir
 from tests.support.commands import begin, end, launch, refusal
 from tests.support.needs import require_package
-from tests.support.project import PROJECT
+from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import Attempt
 from tests.support.runs import SMALL
-from tests.support.waiting import wait_until
 
 HERE = ["device=cpu", "launch.hang_timeout_s=60"]
-LOOPS = "tests.support.broken_loops."
+LOOPS = "tests.proof.broken_loops."
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from laststep.ranks import store as address
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 ETH, DOCKER = ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")
 TWO_NODES: dict[str, Any] = {"nodes": 2, "hosts": ("h1", "h2"), "local_size": 1}

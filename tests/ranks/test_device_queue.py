@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.ranks.device import CudaEvent, CudaQueue, ReadThrough, is_due_to_capture
-from tests.support.stub_driver import StubDriver
+from tests.ranks.stub_driver import StubDriver
 
 
 class Waits:

@@ -11,7 +11,7 @@ import pytest
 from laststep.ranks import device as module
 from laststep.ranks.device import DeviceThread
 from laststep.ranks.fault import DeviceSilent
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
 
 SHORT_S = 0.2
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from laststep.ranks.launchers import EXPORTED, VARIABLES, detect_world, export_world, forget_exported, free_port
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 ROUNDS, BLOCKS, MEGABYTES = 10, 8, 20  # more than what glibc keeps by itself
 PAGES = ROUNDS * BLOCKS * MEGABYTES * 256

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
 from laststep.ranks.watchdog import KEY, Lifeline, Lifelines
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.ranks import forked
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 SECRET = b"s" * 32
 WORLD = a_world(size=3, hosts=("here", "here", "here"))

@@ -20,10 +20,10 @@ from laststep.config.errors import ConfigError
 from laststep.ranks import store as address
 from laststep.ranks.world import hostname
 from laststep.rundir import RunDir
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import reasons, starts
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
 
 HERE = hostname()
 # A rank waits 4 s for the others; by default each of these tests would take a minute.

@@ -21,7 +21,7 @@ from laststep.ranks import nccl as nccl_graph
 from laststep.ranks.device import NCCL_GRAPH, changed_numerics, describe_numerics
 from laststep.ranks.group import Group
 from laststep.ranks.nccl import combined, from_tensor, noted, summary, to_tensor
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 FORMS = (
     "Pattern %d, crossNic %d, nChannels %d, bw %f/%f, type %s/%s, sameChannels %d",

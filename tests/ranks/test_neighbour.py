@@ -9,8 +9,8 @@ import pytest
 
 from laststep.ranks import watchdog as neighbour
 from laststep.ranks.watchdog import Neighbour, host_answers
-from tests.support.waiting import wait_until
-from tests.support.worlds import a_world
+from tests.support.project import wait_until
+from tests.support.records import a_world
 
 ROUNDS = 12  # of silence, after which a host is dead
 

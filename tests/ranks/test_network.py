@@ -20,12 +20,12 @@ import pytest
 
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from tests.slurm.hosts import Hosts, missing
 from tests.support.forked import forked_python
-from tests.support.hosts import Hosts, missing
 from tests.support.needs import require
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint, reasons
 from tests.support.runs import config, undisturbed
-from tests.support.waiting import DEADLINE_S
 
 PORT = "29500"
 HELD = ("task=tests.support.tasks.Held", "launch.hang_timeout_s=6")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from laststep.ranks.replicas import _HEADER, Copy, Place, ReplicaLink
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 BYTES = 200_000
 

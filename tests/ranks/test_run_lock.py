@@ -18,7 +18,7 @@ from laststep.ranks.process import identity
 from tests.support.clients import Clients, missing
 from tests.support.disk import flock_fails
 from tests.support.needs import require
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 REMEMBERED_S = 3600.0
 OURS, OTHER = a_world(size=2), a_world(size=2, job_id="8")

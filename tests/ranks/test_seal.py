@@ -21,10 +21,10 @@ from laststep.ranks.seal import Seal
 from laststep.ranks.stop import Stop
 from laststep.ranks.store import SealedStore, with_prefix
 from laststep.ranks.watchdog import Beat, Probes, Watchdog
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.ranks import Attempt, fingerprint, reasons
+from tests.support.records import a_world
 from tests.support.runs import config, undisturbed
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
 
 SECOND = timedelta(seconds=1)
 

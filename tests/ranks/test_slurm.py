@@ -15,7 +15,7 @@ from laststep.job.nodes import _answers
 from laststep.ranks.slurm import command, show_job, show_partitions
 from tests.support.commands import fake_squeue
 from tests.support.project import PROJECT
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 PROGRAMS = {"squeue", "scontrol", "scancel", "sacct", "sinfo", "srun"}
 STARTS = {f"subprocess.{name}" for name in ("run", "Popen", "call", "check_call", "check_output", "getoutput")}

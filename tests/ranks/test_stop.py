@@ -15,8 +15,8 @@ from laststep.ranks.process import Signals
 from laststep.ranks.seal import Seal
 from laststep.ranks.stop import Stop
 from laststep.ranks.store import SealedStore
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, read_until, wait_until
+from tests.support.records import a_world
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -19,8 +19,8 @@ from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
 from laststep.ranks.store import SealedStore
 from laststep.ranks.watchdog import Beat, Probes, Watchdog, name_stuck, straggler
-from tests.support.waiting import DEADLINE_S, wait_until
-from tests.support.worlds import a_world
+from tests.support.project import DEADLINE_S, wait_until
+from tests.support.records import a_world
 
 WAITS = "_engine_run_backward (/env/lib/torch/autograd/graph.py:829)"
 LOADS = "__getitem__ (/home/me/my_data.py:12)"

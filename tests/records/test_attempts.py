@@ -26,8 +26,7 @@ from laststep.records.attempts import (
 from laststep.records.retry import FAILURES, SAME_FAILURE, Decision, Next, decide, recorded
 from laststep.records.submissions import SubmissionRecord
 from laststep.rundir import RunDir
-from tests.support.records import add_metrics
-from tests.support.worlds import a_world
+from tests.support.records import a_world, add_metrics
 
 WORLD = a_world(size=2, launcher="submitit-slurm", hosts=("n1", "n1"))
 LAUNCH = Launch(max_timeouts=1, max_failures=1, max_restarts=0)

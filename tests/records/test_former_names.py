@@ -15,8 +15,7 @@ from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.rundir import RunDir
 from laststep.runs import run_config
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 ELSEWHERE = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(PROJECT)!r}]\n"
 RESOLVING = "from laststep.records.former_names import resolve; resolve()\n"

@@ -23,8 +23,8 @@ from laststep.ranks.disk import Patience
 from laststep.records import append_only
 from laststep.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
 from tests.support.disk import refusing
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import add_metrics
-from tests.support.waiting import DEADLINE_S, wait_until
 
 
 def steps(path: Path) -> list[int]:

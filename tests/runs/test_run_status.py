@@ -28,7 +28,7 @@ from laststep.runs.queue import Job, Queue
 from laststep.runs.run_folders import find_run
 from laststep.runs.run_status import jobs_in_queue, status_of
 from tests.support.needs import require_root
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 NOW = time.time()
 EMPTY = Queue(NOW, {})

@@ -20,8 +20,8 @@ from laststep.runs import run_folders
 from laststep.submission import sbatch
 from laststep.trainer import Trainer
 from tests.support.needs import require
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.worlds import a_world
 
 SOMEBODY = 12345
 

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tests.slurm.hosts import Hosts
 from tests.support.clients import Client
-from tests.support.hosts import Hosts
 from tests.support.project import PROJECT
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import processes
 from tests.support.forked import forked_python
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 CELL = """\
 from laststep import Config, submit

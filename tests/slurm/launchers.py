@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laststep.config.config import Config
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import undisturbed_run
 
 # 7 steps an epoch. tests.support.tasks.AwaitsStop can be stopped in the eighth step of each attempt, so once in two
 # epochs.

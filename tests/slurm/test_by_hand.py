@@ -13,8 +13,8 @@ from laststep.checkpoint.store import CheckpointStore
 from tests.slurm.desk import Desk
 from tests.slurm.launchers import ONE_CPU, SMALL, undisturbed
 from tests.slurm.processes import parent, processes
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.waiting import DEADLINE_S
 
 LAUNCH = ("python", "{project}/launch.py")
 TRAIN = ("python", "-m", "laststep", "--name={run}")

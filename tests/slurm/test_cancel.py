@@ -6,7 +6,7 @@ import json
 
 from tests.slurm.user import User
 from tests.support.commands import LONG, SLOW_STEPS
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 IN_SETUP = ("launch.setup=['sleep 300']",)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tests.slurm.cluster import Cluster, missing
 from tests.support.needs import require
-from tests.support.project import PROJECT
-from tests.support.waiting import read_until, wait_until
+from tests.support.project import PROJECT, read_until, wait_until
 
 START = """
 import sys, time

@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 from tests.slurm.user import User
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import fingerprint
-from tests.support.waiting import DEADLINE_S
 
 CALM, HELD = (f"task=tests.support.custom_loops.{name}" for name in ("example", "awaits_stop"))
 

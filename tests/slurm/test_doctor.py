@@ -6,7 +6,7 @@ import re
 import signal
 
 from tests.slurm.user import User
-from tests.support.waiting import DEADLINE_S, read_until
+from tests.support.project import DEADLINE_S, read_until
 
 
 def test_dangers(user: User) -> None:

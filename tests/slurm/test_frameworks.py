@@ -10,7 +10,7 @@ from tests.slurm.user import User
 from tests.support.forked import forked_python
 from tests.support.needs import require_package
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import undisturbed_run
 
 LOOPS = "tests.support.framework_loops"
 

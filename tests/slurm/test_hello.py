@@ -6,8 +6,7 @@ import re
 import subprocess
 
 from tests.slurm.user import User
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 
 def test_srun_over_two_nodes(user: User) -> None:

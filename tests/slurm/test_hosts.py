@@ -9,12 +9,12 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster import missing as missing_slurm
+from tests.slurm.hosts import Hosts, missing
 from tests.slurm.user import User
-from tests.support.hosts import Hosts, missing
 from tests.support.needs import require
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
 from tests.support.runs import config, undisturbed
-from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from laststep.records.metrics import newest_step, read_lines
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import undisturbed_run
 
 SPARE = ("--nodes", "2", "launch.spare_nodes=1")
 SOON_S = 30.0  # 10 s on an idle machine; Slurm itself takes minutes to notice a dead node

@@ -19,8 +19,7 @@ from laststep.records.metrics import newest_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.commands import LONG, SLOW_STEPS
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 TWO_RANKS = ("--tasks-per-node", "2")
 QUEUED = 25

@@ -17,9 +17,9 @@ from laststep.config.config import Config
 from laststep.records.submissions import read_submissions
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.runs import undisturbed_run
 
 TASK = """
 from tests.support.tasks import Unhurried

@@ -23,10 +23,9 @@ from laststep.records.metrics import read_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT, wait_until
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.runs import undisturbed_run
 
 TWO_RANKS = ("--nodes", "2", *UNHURRIED)
 

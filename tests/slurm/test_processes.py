@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.processes import cut_power
-from tests.support.waiting import wait_until
+from tests.support.project import wait_until
 
 # As a batch shell and srun: a parent in the session, and its child in a process group of its own.
 CHILD = "trap 'echo woken >> said' HUP CONT; echo $BASHPID >> said; while true; do sleep 0.01; done"

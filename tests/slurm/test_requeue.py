@@ -21,9 +21,9 @@ from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
 from tests.support.needs import require
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.runs import undisturbed_run
 
 TWO_RANKS = ("--nodes", "2")
 FOUR_RANKS = ("--nodes", "2", "--tasks-per-node", "2")

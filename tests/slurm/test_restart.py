@@ -12,11 +12,11 @@ from laststep.config.config import Config
 from laststep.rundir import RunDir
 from tests.slurm.launchers import IN_EPOCH_2, SMALL, UNHURRIED
 from tests.slurm.user import User
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.runs import undisturbed_run
 
-# 14 steps. A fault may strike in a given step of each attempt, see tests.support.faulty_tasks.Faulty.
+# 14 steps. A fault may strike in a given step of each attempt, see tests.support.tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
 # A stand-in for `timeout`, with which the batch shell starts what decides, or for `scontrol`, which the ranks'
 # supervisors ask: it holds back its first answer.
@@ -66,7 +66,7 @@ def test_a_killed_rank(user: User) -> None:
 def test_killed_in_the_last_save(user: User) -> None:
     """No collective fails: the other rank waits for a part of the checkpoint, on another node. It is told at once, long
     before a silent rank would be taken for dead."""
-    words = ("task=tests.support.faulty_tasks.KilledInTheLastSave", "checkpoint.every_epochs=null")
+    words = ("task=tests.support.tasks.KilledInTheLastSave", "checkpoint.every_epochs=null")
     user.types("--nodes", "2", "--name", "last-save", "--follow", *SMALL, "train.epochs=2", *words)
     assert starts(user, "last-save") == [("failed", 0, 0, 0), ("finished", 0, 0, 1)]
     first, second = user.attempts("last-save")

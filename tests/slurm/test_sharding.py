@@ -6,9 +6,9 @@ from laststep.config.config import Config
 from tests.slurm.launchers import UNHURRIED
 from tests.slurm.test_nodes import trains
 from tests.slurm.user import User
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.runs import undisturbed_run
 
 # One epoch: only a stop or a rescue saves in it. Each rank keeps copies of the shard of a rank on the other node, and
 # begins no step before those of the last one are complete.

@@ -14,8 +14,8 @@ import pytest
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.test_restart import requeues, starts, undisturbed
 from tests.slurm.user import User
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint, pause
-from tests.support.waiting import DEADLINE_S
 
 NEVER = "checkpoint.every_epochs=null"  # so a step that is not rescued is lost
 WITHIN_S = 3.0

@@ -7,10 +7,9 @@ from pathlib import Path
 from laststep.config.config import Config
 from laststep.data.order import Order
 from tests.slurm.user import User
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
-from tests.support.samples import check_samples
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S
+from tests.support.runs import check_samples, undisturbed_run
 
 STEPS = 160  # 8 an epoch, of 60 ms on four nodes, hardly any of it CPU time
 TASK = (

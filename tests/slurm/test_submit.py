@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.user import User
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 TINY = ("train.max_steps=2", "data.name=fake", "data.args.samples=64", "data.args.image_size=8")
 

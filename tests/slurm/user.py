@@ -16,8 +16,7 @@ from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import cut_power, parent, processes
 from tests.support.forked import forked_python, process_of
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 T = TypeVar("T")
 

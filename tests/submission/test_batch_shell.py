@@ -18,7 +18,7 @@ from laststep.rundir import RunDir
 from laststep.submission import sbatch
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
 
 SHARE = sbatch.SHARE
 SPARE = Launch(nodes=2, spare_nodes=1, tasks_per_node=4)

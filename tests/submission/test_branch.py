@@ -15,8 +15,7 @@ from laststep.runs import run_folders
 from laststep.submission import branch
 from tests.support.commands import REFUSING_SBATCH, refusal
 from tests.support.ranks import fingerprint, reasons, train
-from tests.support.runs import EVERYTHING, config
-from tests.support.undisturbed import undisturbed_run
+from tests.support.runs import EVERYTHING, config, undisturbed_run
 
 OPTIONS = (*EVERYTHING, "optim.schedule=constant")
 

@@ -20,9 +20,8 @@ from laststep.rundir import RunDir
 from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
 from tests.support.forked import forked_python
 from tests.support.images import make_folder
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT, read_until, wait_until
 from tests.support.ranks import fingerprint, reasons
-from tests.support.waiting import DEADLINE_S, read_until, wait_until
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.batch_size=16", "train.epochs=1")
 
@@ -237,7 +236,7 @@ def test_the_first_error_is_the_last_line(terminal: Terminal) -> None:
     said = terminal.types("--local", "--name", "broken", *two, *TINY, status=1)
     lines = said.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
-    assert "tests/support/faulty_tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
+    assert "tests/support/tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
     error, at, resume, debug = lines[-4:]
     assert re.fullmatch(r"error  rank \d on \S+: ValueError: a bad sample", error), said
     assert re.fullmatch(r"at     faulty_tasks.py, line \d+, in \w+", at), said

@@ -16,9 +16,8 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.commands import LONG
 from tests.support.needs import require_program
-from tests.support.project import PROJECT
+from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import reasons
-from tests.support.waiting import wait_until
 
 TINY = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.max_steps=3", "device=cpu")
 TASK = """

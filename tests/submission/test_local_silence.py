@@ -18,10 +18,9 @@ from laststep.config.config import Config
 from laststep.ranks.group import MEETING_S
 from laststep.records.metrics import read_lines
 from tests.support.commands import SLOW_STEPS, Terminal, ranks_of
-from tests.support.project import SILENT_PATH
+from tests.support.project import DEADLINE_S, SILENT_PATH, wait_until
 from tests.support.ranks import fingerprint, pause, reasons
-from tests.support.undisturbed import undisturbed_run
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.runs import undisturbed_run
 
 WORDS = (*SLOW_STEPS, "train.max_steps=100", "checkpoint.every_epochs=null", "launch.tasks_per_node=2")
 WITHIN_S = 3.0

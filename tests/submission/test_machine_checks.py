@@ -23,8 +23,8 @@ from laststep.ranks.world import World
 from laststep.runs import run_folders
 from laststep.submission import machine_checks
 from laststep.submission.submission import NAME_CHECKS
-from tests.support.torch_settings import torch_setting
-from tests.support.worlds import a_world
+from tests.support.records import a_world
+from tests.support.states import torch_setting
 
 WORLD = a_world()
 

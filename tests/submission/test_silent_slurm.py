@@ -18,8 +18,7 @@ from laststep.cli.main import main
 from laststep.rundir import RunDir
 from laststep.submission import local
 from tests.support.commands import begin, fake_squeue, refusal
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 SILENT = "#!/bin/sh\nexec sleep 600\n"
 

@@ -13,9 +13,8 @@ import pytest
 
 from laststep.rundir import RunDir
 from tests.support.commands import LONG, children
-from tests.support.project import PROJECT
+from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import reasons
-from tests.support.waiting import DEADLINE_S
 
 
 def test_a_stop_while_ranks_start(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.fuse import unmount
+from tests.support.caching_client import unmount
 from tests.support.project import PROJECT
 
 PREFIX = "laststep-client-"  # not that of a cluster, whose folders every session looks through

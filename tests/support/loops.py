@@ -31,8 +31,8 @@ from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.task import Task
+from tests.support.records import a_world
 from tests.support.runs import config
-from tests.support.worlds import a_world
 
 
 class Doubling(Task):

@@ -5,8 +5,12 @@ They are forked from a server process that has imported torch, so that an attemp
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import functools
+import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -17,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,9 +31,7 @@ from laststep.cli.verify import inspect
 from laststep.config.config import Config
 from laststep.records.metrics import CLOCK, read_lines
 from laststep.rundir import RunDir
-from tests.support.preloaded import PreloadedProcess, PreloadedServer
-from tests.support.project import SILENT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, SILENT
 
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
@@ -216,3 +219,77 @@ def _rank(config: Config, env: dict[str, str], log: str, before: Callable[[], No
         if left := {thread.name for thread in threading.enumerate()} & {"watch", "beat", "report", "stop", "saver"}:
             print(f"threads are left: {left}", flush=True)
             sys.exit(70)
+
+
+class PreloadedServer:
+    """Imports these modules in a process of `context`, as far as they are installed, and forks that."""
+
+    def __init__(self, context: ForkServerContext, modules: Sequence[str]) -> None:
+        self._connection, theirs = context.Pipe()
+        server = context.Process(target=_serve, args=(theirs, tuple(modules)))
+        server.start()
+        theirs.close()
+        atexit.register(self._connection.close)  # then the server ends; registered last, so done first
+
+    def ask(self, method: str, *words: Any) -> Any:
+        """Have the server call a method of `_Forked`, and return what that returns."""
+        self._connection.send((method, words))
+        return self._connection.recv()
+
+
+class PreloadedProcess:
+    """A process that the server forks, with those methods of multiprocessing's that tests use."""
+
+    def __init__(self, server: PreloadedServer, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._server, self._target, self._args = server, target, args
+
+    def start(self) -> None:
+        self.pid: int = self._server.ask("start", self._target, self._args)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._server.ask("join", self.pid, timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        code: int | None = self._server.ask("join", self.pid, 0)
+        return code
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Forked:
+    """The processes that this one has forked."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+        self._processes: dict[int, Any] = {}
+
+    def start(self, target: Callable[..., None], args: tuple[Any, ...]) -> int:
+        process = self._context.Process(target=target, args=args)
+        process.start()
+        assert process.pid is not None
+        self._processes[process.pid] = process
+        return process.pid
+
+    def join(self, pid: int, timeout: float | None) -> int | None:
+        self._processes[pid].join(timeout)
+        code: int | None = self._processes[pid].exitcode
+        return code
+
+
+def _serve(connection: Connection, modules: Sequence[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(Exception):  # the rank will say why
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    forked = _Forked()
+    with contextlib.suppress(EOFError):
+        while True:
+            method, words = connection.recv()
+            connection.send(getattr(forked, method)(*words))

@@ -1,4 +1,4 @@
-"""What a run has recorded, for tests of the code that reads it."""
+"""What a run has recorded, and a World without a launcher, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from laststep.ranks.world import World
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.metrics import MetricsFile
 
@@ -43,3 +44,10 @@ def ended_attempt(**fields: Any) -> EndedAttempt:
     }
     assert fields.keys() <= record.keys()
     return cast("EndedAttempt", record | fields)
+
+
+def a_world(rank: int = 0, size: int = 1, launcher: str = "submitit-local", **more: Any) -> World:
+    """One rank of job 7, on one node."""
+    node = {"local_rank": rank, "local_size": size, "node": 0, "nodes": 1, "hosts": ("here",) * size}
+    job = {"job_id": "7", "restart": 0, "attempt": "7-0", "on_slurm": launcher in ("submitit-slurm", "srun")}
+    return World(rank=rank, size=size, launcher=launcher, **{**node, **job, **more})

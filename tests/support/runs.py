@@ -1,15 +1,22 @@
-"""Small runs of the ready-made loop, and how tests stop them, break them and compare them."""
+"""Small runs of the ready-made loop: how tests stop, break and compare them; undisturbed ones are trained once."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
 from laststep.config.config import Config
+from laststep.config.schema import Launch
+from laststep.data.order import Order, seed_generators, seed_of
 from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from tests.support.project import shared_folder, shared_lock
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from tests.support.undisturbed import undisturbed_run
 
 # 52 samples in batches of 8: 7 steps an epoch, the last of them short. The network has dropout, batch norm and 5 MB of
 # weights, so more than one of DDP's gradient buckets (the first holds 1 MiB).
@@ -69,3 +76,54 @@ def only(attempt: Attempt) -> dict[str, Any]:
     """The record of the run's only attempt."""
     (record,) = read_lines(attempt.run.attempts)
     return record
+
+
+def undisturbed_run(config: Config) -> dict[str, Any]:
+    """The fingerprint of an undisturbed run with this configuration except for `launch`: only the number of ranks
+    matters. All tests that ask for the same run share it.
+
+    The tasks of tests/support/tasks and tests/gpu/tasks change nothing about an undisturbed run, so it is trained with
+    the task that they derive from.
+    """
+    return _trained(_undisturbed(config))
+
+
+def undisturbed_folder(config: Config) -> RunDir:
+    """The folder of that run, which is to be read only."""
+    plain = _undisturbed(config)
+    _trained(plain)
+    return RunDir(shared_folder() / str(plain.launch.name))
+
+
+def _undisturbed(config: Config) -> Config:
+    """The configuration of the undisturbed run, which is named for everything that matters."""
+    derived = config.task.startswith(("tests.support.tasks.", "tests.gpu.tasks."))
+    task = "classification" if derived else config.task
+    launch = Launch(name="", root=str(shared_folder()), tasks_per_node=config.launch.world_size)
+    plain = dataclasses.replace(config, task=task, launch=launch)
+    name = hashlib.sha256(plain.to_yaml().encode()).hexdigest()[:16]
+    return dataclasses.replace(plain, launch=dataclasses.replace(launch, name=name))
+
+
+def _trained(config: Config) -> dict[str, Any]:
+    name = str(config.launch.name)
+    found = shared_folder() / f"{name}.json"
+    with shared_lock(name):
+        if not found.exists():
+            found.write_text(json.dumps(fingerprint(train(config))))
+        known: dict[str, Any] = json.loads(found.read_text())
+    return known
+
+
+def check_samples(notes: Path, order: Order, total_steps: int) -> None:
+    """Each step has learned once from the plain order's batch, which its ranks share in their order."""
+    lines = sorted(read_lines(notes), key=lambda line: (line["step"], line["rank"]))
+    learned: list[list[tuple[int, float]]] = [[] for _ in range(total_steps)]
+    for line in lines:
+        learned[line["step"]] += map(tuple, line["samples"])
+    for step, samples in enumerate(learned):
+        expected = []
+        for index in order.batch(step).tolist():
+            seed_generators(seed_of("sample", order.seed, order.epoch(step), index))
+            expected.append((index, random.random()))
+        assert samples == expected, f"step {step}"

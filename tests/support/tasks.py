@@ -1,11 +1,16 @@
-"""Tasks that tests train, by the names that configurations give them; here those that are stopped at an exact place."""
+"""Tasks that tests train, by the names that configurations give them: stopped at an exact place, slow, faulty, killed,
+or with a transformer in layers that are sharded one by one.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
 import random
+import re
+import resource
 import signal
 import sys
 import threading
@@ -24,26 +29,14 @@ from laststep.config.config import Config
 from laststep.data import image_files
 from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
-from laststep.observe import tensorboard_writer
+from laststep.observe import progress, tensorboard_writer
+from laststep.ranks import watchdog
 from laststep.ranks.launchers import detect_world
 from laststep.records.metrics import MetricsFile, read_lines
+from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification
 from laststep.trainer import Trainer
-from tests.support.data_tasks import Delayed, Linear, Prepared, Slow, SlowData, Unhurried
-from tests.support.faulty_tasks import (
-    Broken,
-    FailsOnce,
-    Faulty,
-    FullDisk,
-    KilledOnce,
-    Poisoned,
-    PoisonedAndKilled,
-    Unprepared,
-    shares_per_rank,
-    warm_ups,
-)
-from tests.support.layers import transformer
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.project import DEADLINE_S, wait_until
 
 __all__ = [
     "AwaitsStop",
@@ -303,51 +296,6 @@ class Tokens(Classification):
         return output
 
 
-class RecordedUnhurried(Unhurried, Recorded):
-    """Both of these tasks in one."""
-
-
-class RecordedLinear(Linear, Recorded):
-    """Both of these tasks in one."""
-
-
-class Drawn(Faulty):
-    """Like Faulty, or "stop" (SIGTERM), after the curves have been written, which happens at once, as it would in an
-    attempt that lasts."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        tensorboard_writer.EVERY_S = 0.01
-        begin = MetricsFile.begin
-
-        def remember(file: MetricsFile, *words: Any) -> None:
-            self.metrics = file
-            begin(file, *words)
-
-        MetricsFile.begin = remember  # type: ignore[assignment, method-assign]
-
-    def befall(self) -> None:
-        self.await_curves()
-        if self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
-            await_agreement()
-        else:
-            super().befall()
-
-    def await_curves(self) -> None:
-        """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from laststep.observe.event_files import Points
-
-        run = Trainer(self.config).run
-        wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")
-        *_, newest = Points(run.metrics, self.config.train.log_every)
-        files = run.tensorboard.glob
-        wait_until(
-            lambda: any(path.read_bytes().endswith(newest.record()) for path in files("*")),
-            "the curves were not written",
-        )
-
-
 class SlowSave(Signalled):
     """Like Signalled; the disk takes LASTSTEP_TEST_SAVE_S seconds for each checkpoint."""
 
@@ -432,3 +380,312 @@ class AwaitsStop(Classification):
             sys.stdout.flush()
             await_agreement()
         return super().step(model, batch)
+
+
+class Layer(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+def transformer(classes: int = 16) -> nn.Module:
+    """For images of 3 x 8 x 8."""
+    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 16), Layer(), Layer(), nn.Flatten(), nn.Linear(48, classes))
+
+
+def scatter(x: Tensor) -> Tensor:
+    """An operator that has no deterministic form, also on CPUs."""
+    return torch.zeros_like(x).put_(torch.tensor([0]), torch.ones(1))
+
+
+class Slow(Classification):
+    """Rank 1 is slow: LASTSTEP_TEST_SLOW is the pause in each of its steps and the watchdog's interval, in seconds."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pause_s, watchdog.SLOW_WINDOW_S = map(float, os.environ["LASTSTEP_TEST_SLOW"].split())
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if detect_world().rank == 1:
+            time.sleep(self.pause_s)
+        return super().step(model, batch)
+
+
+class Unhurried(Classification):
+    """Each sample takes 20 ms to load, without CPU time."""
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        training, validation = super().datasets()
+        return Delayed(training), validation
+
+
+class SlowData(Unhurried):
+    """The rank measures often what slow loading costs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        progress.WINDOW_S = 0.2
+
+
+class Delayed(Dataset[Any]):
+    """A data set on a slow disk."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return self.dataset[index]
+
+
+class Prepared(Classification):
+    """Writes to the file LASTSTEP_TEST_NOTES which ranks prepare the data and which open it, in order of time."""
+
+    def note(self, what: str) -> None:
+        with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
+            notes.write(f"{what} {detect_world().rank}\n")
+
+    def prepare(self) -> None:
+        self.note("begins")
+        time.sleep(0.2)  # longer than any rank takes to get here, so that a rank which did not wait would show
+        self.note("ends")
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        self.note("opens")
+        return super().datasets()
+
+
+class Linear(Classification):
+    """Without batch norm and dropout, so that it makes no difference how ranks share a batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(self.channels * self.image_size**2, self.classes or 0))
+
+
+def shares_per_rank(config: Config) -> int:
+    """How many shares of each batch this rank computes, one after another."""
+    size = detect_world().size
+    return (config.train.shares or size) // size
+
+
+def warm_ups(config: Config) -> int:
+    """How many calls of `step` come before the first step of an attempt."""
+    return 2 if config.train.cuda_graphs else 1
+
+
+class Poisoned(Classification):
+    """The loss of the run's 5th step is NaN on rank 1 alone, as of a bad sample."""
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        if model.training and detect_world().rank == 1 and self.poisoned():
+            output["loss"] = output["loss"] * float("nan")
+        return output
+
+    def poisoned(self) -> bool:
+        """Whether this is the 5th step; the first call is the warm-up's."""
+        self.calls = getattr(self, "calls", -1) + 1
+        return self.calls == 5
+
+
+class PoisonedAndKilled(Poisoned):
+    """Like Poisoned, and rank 0 dies in the next step, before any rank has checked a loss.
+
+    The checkpoint of step 4 is committed by then: a save that dies with rank 0 would be another story.
+    """
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        output = super().step(model, batch)
+        self.steps = getattr(self, "steps", -1) + model.training
+        if detect_world().rank == 0 and self.steps == 6:
+            run = RunDir(Path(self.config.launch.root) / str(self.config.launch.name))
+            wait_until(CheckpointStore(run.checkpoints).path(4).exists, "step 4 was not saved")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output
+
+
+class FullDisk(Classification):
+    """After some steps the disk takes no file over 100 kB: LASTSTEP_TEST_FULL is "4 7" for steps 4, 5 and 6."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.full = range(*map(int, os.environ["LASTSTEP_TEST_FULL"].split()))
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        limit = 100_000 if self.steps in self.full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        return super().step(model, batch)
+
+
+class Faulty(Classification):
+    """Something happens to some ranks in the middle of one step of the attempt, counted from 1.
+
+    LASTSTEP_TEST_FAULT is "kill step 5 rank 1,2", or "kill-both" (its supervisor too), "halt" (SIGSTOP), "sleep" (stuck
+    in user code), "spin" (stuck with the interpreter's lock held), "raise" (an error of its own), "worker" (its loader
+    worker is killed), "halt-worker" (it is stopped), "wait" (rank 0 waits for the file LASTSTEP_TEST_GO, the others for
+    rank 0), "gpu-memory" (the error of a GPU that has none left), "memory" (a limit on its own), "crash" (a bad address
+    in C).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -warm_ups(config)
+        self.kind, _, place, _, ranks = os.environ.get("LASTSTEP_TEST_FAULT", "none step 0 rank none").split()
+        self.place = (int(place) - 1) * config.train.accumulate * shares_per_rank(config) + 1
+        self.here = str(detect_world().rank) in ranks.split(",")
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        output = super().step(model, batch)  # now batch norm has counted this step's samples
+        if self.here and model.training and self.steps == self.place:
+            self.befall()
+        return output
+
+    def befall(self) -> None:
+        """Do what the kind says."""
+        print(f"fault: {self.kind}", flush=True)
+        if self.kind in ("kill", "halt"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        elif self.kind == "kill-both":  # a rank dies with its supervisor
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait(600)
+        elif self.kind == "crash":
+            ctypes.string_at(0)
+        elif self.kind == "wait" and detect_world().rank == 0:
+            wait_until(Path(os.environ["LASTSTEP_TEST_GO"]).exists, "the test did not let rank 0 continue")
+        elif self.kind == "sleep":
+            threading.Event().wait(600)
+        elif self.kind == "spin":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # takes longer than the age of the universe
+        elif self.kind in ("worker", "halt-worker"):
+            for child in multiprocessing.active_children():
+                os.kill(child.pid or 0, signal.SIGKILL if self.kind == "worker" else signal.SIGSTOP)
+        elif self.kind == "raise":
+            raise ValueError("a bad sample")
+        elif self.kind == "gpu-memory":
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 MiB."
+            )  # as a GPU's allocator says
+        elif self.kind == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**20, resource.RLIM_INFINITY))
+            try:
+                torch.empty(2**30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class Broken(Classification):
+    """Rank 1 fails in the first step of every attempt, as of a bug."""
+
+    fails_at = 1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.fails = detect_world().rank == 1
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if self.fails and self.steps == self.fails_at:
+            raise ValueError("a bad sample")
+        return super().step(model, batch)
+
+
+class FailsOnce(Broken):
+    """Rank 1 fails in the tenth step of a job's first attempt, as of a bug that shows once in a million steps."""
+
+    fails_at = 10
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.fails = self.fails and detect_world().restart == 0
+
+
+class Unprepared(Classification):
+    """Rank 1 cannot read the data."""
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        if detect_world().rank == 1:
+            raise FileNotFoundError("train/0001.jpg")
+        return super().datasets()
+
+
+class KilledInTheLastSave(Classification):
+    """Rank 1 is killed when the save at the end of the run begins, unless it has been started again."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        world = detect_world()
+        if world.rank == 1 and world.step_restarts == 0:
+            Engine.save_last = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+
+class KilledOnce(Classification):
+    """Rank 1 is killed in its fifth step, unless torchrun has restarted it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.steps = -1  # the first call is the warm-up's
+        self.dies = detect_world().rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.steps += model.training
+        if self.dies and self.steps == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(model, batch)
+
+
+class RecordedUnhurried(Unhurried, Recorded):
+    """Both of these tasks in one."""
+
+
+class RecordedLinear(Linear, Recorded):
+    """Both of these tasks in one."""
+
+
+class Drawn(Faulty):
+    """Like Faulty, or "stop" (SIGTERM), after the curves have been written, which happens at once, as it would in an
+    attempt that lasts."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        tensorboard_writer.EVERY_S = 0.01
+        begin = MetricsFile.begin
+
+        def remember(file: MetricsFile, *words: Any) -> None:
+            self.metrics = file
+            begin(file, *words)
+
+        MetricsFile.begin = remember  # type: ignore[assignment, method-assign]
+
+    def befall(self) -> None:
+        self.await_curves()
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+            await_agreement()
+        else:
+            super().befall()
+
+    def await_curves(self) -> None:
+        """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
+        from laststep.observe.event_files import Points
+
+        run = Trainer(self.config).run
+        wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")
+        *_, newest = Points(run.metrics, self.config.train.log_every)
+        files = run.tensorboard.glob
+        wait_until(
+            lambda: any(path.read_bytes().endswith(newest.record()) for path in files("*")),
+            "the curves were not written",
+        )

@@ -14,8 +14,8 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
 from laststep.tasks.language import Language
-from tests.support.language_tasks import TINY, make_texts
 from tests.support.ranks import Attempt, fingerprint, reasons, train
+from tests.tasks.language_tasks import TINY, make_texts
 
 CLASSICS = ("task=language", "data.name=classics", "data.args.window=32", *TINY)
 
@@ -35,7 +35,7 @@ def test_exact_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     make_texts(tmp_path / "data", web=900, books=400)
     calm = train(config(tmp_path, "calm"))
     expected = fingerprint(calm)
-    disturbed = "task=tests.support.language_tasks.Disturbed"
+    disturbed = "task=tests.tasks.language_tasks.Disturbed"
     for words, codes in (("SIGTERM 4", [143, 143]), ("SIGKILL 5", None)):
         attempt = Attempt(config(tmp_path, "disturbed", disturbed), {"LASTSTEP_TEST_SIGNAL": words})
         found = attempt.wait()

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.shared import make_shared_folder, remove_shared_folder
+from tests.support.project import make_shared_folder, remove_shared_folder
 from tests.worst_day.disk import ROLES, Call
 from tests.worst_day.plan import make_plan
 from tests.worst_day.report import Report

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.shared import shared_folder, shared_lock
+from tests.support.project import shared_folder, shared_lock
 
 FOLDER = "LASTSTEP_WORST_DAY"  # of a disk's control file and trace; unset: the disk is an ordinary one
 ROLE = "LASTSTEP_WORST_DAY_ROLE"  # of a process that has none by its environment

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.shared import owner, shared_folder, shared_lock
+from tests.support.project import owner, shared_folder, shared_lock
 
 HERE = Path(__file__).parent
 

@@ -14,7 +14,7 @@ from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
 from laststep.loops.sharded import Sharded
 from laststep.ranks.launchers import detect_world
-from tests.support.waiting import wait_until
+from tests.support.project import wait_until
 
 
 def fall_apart() -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a rank: `python -m tests.support.supervised LOGS` writes down each start and its signals, then waits.
+"""A stand-in for a rank: `python -m tests.job.supervised LOGS` writes down each start and its signals, then waits.
 
 It does so in the folder LASTSTEP_TEST_RANKS. It ends with the status in the file `end.RANK.RESTARTS`, or by the signal
 whose negative number is there. Once there is a FIFO `stuck.RANK.RESTARTS`, it waits in the kernel (state D of man 5

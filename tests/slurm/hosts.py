@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 # Files that replace /etc/hosts and /etc/resolv.conf on a host, where `ip netns exec` expects them. That command is not
 # used, as it hides the cgroups under /sys, which slurmd needs.

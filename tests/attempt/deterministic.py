@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from laststep import Run
 from laststep.tasks.classification import Classification
-from tests.support.layers import scatter
+from tests.support.tasks import scatter
 
-SCATTERS = "task=tests.support.deterministic.Scatters"
-LOOP = "task=tests.support.deterministic.scatters_in_a_loop"
+SCATTERS = "task=tests.attempt.deterministic.Scatters"
+LOOP = "task=tests.attempt.deterministic.scatters_in_a_loop"
 # Where an attempt looks the answer up.
 ASKED = ("laststep.ranks.device.is_deterministic", "laststep.attempt.start.is_deterministic")
 

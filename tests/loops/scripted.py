@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from laststep.ranks.device import DeviceQueue, DeviceThread
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S
 
 T = TypeVar("T")
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731

@@ -17,9 +17,9 @@ from laststep.config.config import Config
 from laststep.loops.learner import Learner
 from laststep.ranks.group import Group
 from tests.support.images import IMAGES, LABELS, Images
+from tests.support.project import DEADLINE_S
 from tests.support.ranks import forked
-from tests.support.waiting import DEADLINE_S
-from tests.support.worlds import a_world
+from tests.support.records import a_world
 
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 Result = dict[str, Any]

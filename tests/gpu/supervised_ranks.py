@@ -18,8 +18,7 @@ from laststep.config.config import Config
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.trainer import Trainer
-from tests.support.project import PROJECT
-from tests.support.waiting import DEADLINE_S
+from tests.support.project import DEADLINE_S, PROJECT
 
 JOB = "7"
 SCONTROL = f"""\

@@ -1,4 +1,4 @@
-"""Trains a run on Ray, on this machine, and disturbs it: `python -m tests.support.ray_driver FOLDER PYTHON WORDS...`.
+"""Trains a run on Ray, on this machine, and disturbs it: `python -m tests.frameworks.ray_driver FOLDER PYTHON WORDS`.
 
 At one step it kills the worker of rank 1: Ray starts the workers again. At a later one it drains the node: this ends
 the run, as there is no other node. It is a process of its own, with which Ray ends. PYTHON starts the ranks.
@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 
 from laststep.frameworks import ray as on_ray
-from tests.support import ray_loop
-from tests.support.waiting import DEADLINE_S, wait_until
+from tests.frameworks import ray_loop
+from tests.support.project import DEADLINE_S, wait_until
 
 PREEMPTION = 2  # DRAIN_NODE_REASON_PREEMPTION in ray/core/generated/autoscaler_pb2.py
 

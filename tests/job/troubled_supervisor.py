@@ -1,4 +1,4 @@
-"""A supervisor in trouble: `python -m tests.support.troubled_supervisor WORDS...`, with the words of
+"""A supervisor in trouble: `python -m tests.job.troubled_supervisor WORDS...`, with the words of
 laststep.job.supervisor. LASTSTEP_TEST_TROUBLE says what its trouble is:
 
     signalled   SIGTERM comes right after it has answered that the ranks start again, before it forks its own
