@@ -1,7 +1,7 @@
 """CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
 The ranks that hold the same shard of the state write one stripe of it each; of a small one only some do, see
-`laststep.checkpoint.pack`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
+`own_stripe`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
        buffer that is used again by every save. Training waits for nothing else. The thread of step 2 has made the
