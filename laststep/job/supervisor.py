@@ -59,6 +59,7 @@ from laststep.attempt.rescue import (
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.job.after_ranks import after_ranks, starts_again_here
+from laststep.observe.progress import StartupTimer
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from laststep.ranks.process import STOP_SIGNALS, die_with_parent, next_signal
@@ -125,6 +126,7 @@ class Supervisor:
             rank = self._fork()
             if rank == 0:
                 return _begin_rank()
+            StartupTimer.of_supervisor = None  # a later rank waits for no import
             status = self._wait(rank)
             if not _failed(status) or status == REFUSED or not self._agree(status):
                 _end_as(status)
@@ -140,6 +142,7 @@ class Supervisor:
 
     def _prepare(self) -> None:
         """Import what ranks import before they run the user's code."""
+        StartupTimer.of_supervisor = timer = StartupTimer()
         with suppress(OSError):  # of the disk; the rank looks again
             if finish_of(self._run, self._config) is not None:
                 return
@@ -150,6 +153,7 @@ class Supervisor:
             from laststep.attempt import start  # noqa: F401
 
             compile_each_shape(say)
+        timer.done("importing torch")
         gc.freeze()
         gc.enable()
 

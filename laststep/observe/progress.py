@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from laststep.config.config import Config
 from laststep.ranks.world import World
@@ -234,21 +234,30 @@ def _use_less_memory(config: Config) -> str:
 
 
 class StartupTimer:
-    """A stopwatch that started with the process."""
+    """A stopwatch that started with the process. That of a rank that its supervisor has forked for the first time
+    started with the supervisor, which has imported torch for it: those seconds are the user's, too."""
+
+    of_supervisor: ClassVar[StartupTimer | None] = None  # in a rank forked for the first time
+    _began: float
+    _phase_began: float
 
     def __init__(self) -> None:
-        self._phases: list[tuple[str, float]] = []  # name, seconds
+        self._phases: dict[str, float] = {}  # seconds by name
+        if (before := StartupTimer.of_supervisor) is not None:
+            self._phases.update(before._phases)
+            self._began, self._phase_began = before._began, before._phase_began
+            return
         self._phase_began = self._began = time.monotonic() - _process_age_s()
         self.done("python")
 
     def done(self, phase: str) -> None:
         """End a phase: it lasted from the previous call until now."""
         now = time.monotonic()
-        self._phases.append((phase, now - self._phase_began))
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._phase_began
         self._phase_began = now
 
     def __str__(self) -> str:
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._phases)
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._phases.items())
         return f"{self._phase_began - self._began:.2f} s: {phases}"
 
 
