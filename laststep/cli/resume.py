@@ -42,6 +42,12 @@ def add_arguments(parser: Parser) -> None:
         "compute nodes cannot call scontrol, and so cannot requeue a job",
     )
     parser.add_argument(
+        "--code",
+        choices=("same", "new"),
+        help="which code a job runs. same (the default): the copy that the run has trained with; new: the repository "
+        "as it is now. Needed where a run has failed in a file that has changed since",
+    )
+    parser.add_argument(
         "--force",
         action="store_true",
         help="with --local: do so although Slurm does not answer. Only if the cluster is gone: a job of the run "
@@ -92,10 +98,41 @@ def run(args: argparse.Namespace) -> int:
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
+    _choose_code(folder, config, args.code, live=way in (Way.LOCAL, Way.DEBUG), dry_run=way is Way.DRY_RUN)
     if way is Way.DRY_RUN:
         return submission.show(config)
     with run_folders.reconfigured(folder, config):
         return submission.start(config, folder, way, known)
+
+
+def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dry_run: bool) -> None:
+    """Say which code the next attempt runs, where the copy and the repository differ, and act on the `choice`.
+
+    Raises ConfigError where the run has failed in a file that has changed since: it would fail there again, or nobody
+    would know with which code it has trained.
+    """
+    from laststep.code import code_copy
+    from laststep.records.attempt_record import users_line_in
+    from laststep.runs.run_status import records_of
+
+    if live and choice == "same":
+        raise ConfigError("--code same: --local and --debug run the code as it is now; submit it to run its copy")
+    changed = code_copy.changed_files(run, config)
+    named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    if choice == "new" and not live and not dry_run:
+        code_copy.replace_copy(run)
+    if not changed:
+        return
+    if live or choice == "new":
+        return print(f"code   as it is now; changed since the run was submitted: {named}")
+    failed = [record for record in records_of(run)[-1:] if record["reason"] == "failed"]
+    line = users_line_in(failed[0]["error"]) if failed else ""
+    if choice is None and line and line.partition(", ")[0] in {path.rpartition("/")[2] for path in changed}:
+        raise ConfigError(
+            f"{run.name}: failed in {line}, and that file has changed since: --code new takes the repository as it is "
+            "now, --code same what the run has trained with"
+        )
+    print(f"code   as submitted; changed since: {named} (--code new takes that)")
 
 
 def _watch(args: argparse.Namespace) -> int:

@@ -259,6 +259,39 @@ def look_up(task: str, folder: Path) -> CodeOrigin:
     )
 
 
+def changed_files(run: RunDir, config: Config) -> list[str]:
+    """The files of the user's code that differ between the run's copy and the repository now: edited, new or gone."""
+    origin = origin_of(run, config)
+    if origin.repository is None or not run.code.exists():
+        return []
+    folder, root = Path(origin.repository), Path(config.launch.root)
+    now = {*_code_files(folder, root), *_generated(origin)}
+    gone = {path for path in map(Path, _walk(run.code, root)) if not (folder / path).exists() and not _is_ours(path)}
+    return sorted(str(path) for path in now | gone if _content(folder / path) != _content(run.code / path))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a path in the copy is Laststep's, or may be: a file of its clone, or what the copy says of itself."""
+    return (PROJECT / path).exists() or path.parts[0] == PRESENT or path == _file(Path())
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def replace_copy(run: RunDir) -> None:
+    """Move the run's copy of the code away, so that the next submission makes another. Raises ConfigError."""
+    if run.code.is_symlink():
+        raise ConfigError(f"{run.name}: --code new: the runs of a sweep share one copy of the code")
+    with contextlib.suppress(FileNotFoundError):
+        old = aside(run.code)
+        run.code.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def search_path(run: RunDir, config: Config, runs_copy: bool) -> list[Path]:
     """Where the ranks of a resumed run look for modules first: in the copy, if there is one and they run it, or in the
     folder where the run was first submitted or started."""

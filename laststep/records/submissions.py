@@ -30,6 +30,7 @@ class Submission(TypedDict, total=False):
     command: list[str]  # sys.argv
     folder: str  # the ranks' working folder: where the first command of the run was typed
     commit: str | None  # of the user's repository, or of Laststep's clone; ranks that another launcher starts lack it
+    code: str  # "new": the job runs a copy that this command made; "same": one of an earlier submission
     version: str  # Laststep's
     job_name: str  # Slurm's name for the job
     tag: str  # in the comment of a job that Laststep submitted: its id may be given to another job one day

@@ -120,12 +120,14 @@ def hand_over(
     jobs, or another command is first; Unanswered when nobody knows whether Slurm has them.
     """
     with sbatch.ended_by_signals():
-        if not folder.code.exists():
+        is_new = not folder.code.exists()
+        if is_new:
             code_copy.copy_code(folder, config)
         tag = new_tag()
         executor = sbatch.run_executor(config, folder, tag)
         executor.update_parameters(array_parallelism=parallel or len(runs))
         shared: dict[str, Any] = {"commit": code_copy.origin_of(folder, config).commit, "job_name": folder.name}
+        shared["code"] = "new" if is_new else "same"
         intents: list[Submission] = []
         try:
             for index, one in enumerate(runs):
