@@ -30,8 +30,9 @@ from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
 from laststep.attempt.rescue_plan import Holding, Part
 from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
 

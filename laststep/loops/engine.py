@@ -43,10 +43,11 @@ import torch
 from torch import Tensor
 
 from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import START_S, CheckpointStore
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.loops.measured import Measured, Readback

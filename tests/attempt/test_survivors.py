@@ -20,9 +20,10 @@ from laststep.attempt.rescue import Rescue, Superseded, read_fields
 from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
 from laststep.checkpoint import files
 from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointInfo, FrozenState
+from laststep.checkpoint.writer import CheckpointInfo
 from laststep.ranks import disk
 from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 from laststep.checkpoint import files, restore
 from laststep.checkpoint.export import weights_of, weights_sha256
 from laststep.checkpoint.files import CheckpointError, Stripe
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
 from laststep.checkpoint.restore import shares
 from laststep.checkpoint.shards import Like, shard_count
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointWriter, FrozenState
+from laststep.checkpoint.writer import CheckpointWriter
 from laststep.loops.registered import live_state
 from laststep.ranks.world import ShardPlace, shard_rows
 from tests.checkpoint.test_restore import Rank, ThreadGroup, flip, together

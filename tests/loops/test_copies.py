@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from laststep.checkpoint.files import StateChanged, Stripe
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointInfo, FrozenState
+from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.loops.engine import Engine, Loop, SavableCopy
 from laststep.loops.learner import LateUpdate

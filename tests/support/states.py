@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from laststep.checkpoint.files import StateChanged, Stripe
+from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.store import CheckpointStore, shard_name
-from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, FrozenState, reason_of
+from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of
 from laststep.loops.engine import Engine
 from laststep.ranks.world import ShardPlace, shard_rows
 
