@@ -31,7 +31,7 @@ def test_an_operator_without_a_deterministic_form(task: str, ranks: int, root: P
     attempt = Attempt(settings, before=like_on_a_gpu)
     assert attempt.wait() == [1] * ranks, attempt.output()
     record = only(attempt)
-    assert "train.deterministic=true: put_ (layers.py:" in record["error"]
+    assert "train.deterministic=true: put_ (tasks.py:" in record["error"]
     assert "set train.deterministic=false, with which the last bits of a resumed run may differ" in record["error"]
     assert (record["end_step"], record["requeue"]) == (0, False), "a retry would fail the same way"
     assert "Error" not in attempt.logs[0].read_text().replace("ConfigError", ""), "torch's error is not shown"
@@ -69,7 +69,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: train.deterministic=true: put_ (layers.py:")
+    assert line.startswith("error: train.deterministic=true: put_ (tasks.py:")
     assert not (tmp_path / "mine").exists()
 
 

@@ -239,7 +239,7 @@ def test_the_first_error_is_the_last_line(terminal: Terminal) -> None:
     assert "tests/support/tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
     error, at, resume, debug = lines[-4:]
     assert re.fullmatch(r"error  rank \d on \S+: ValueError: a bad sample", error), said
-    assert re.fullmatch(r"at     faulty_tasks.py, line \d+, in \w+", at), said
+    assert re.fullmatch(r"at     tasks.py, line \d+, in \w+", at), said
     assert re.fullmatch(r"next   .* resume \S*broken --local", resume), said
     assert re.fullmatch(r"debug  .* resume \S*broken --debug", debug), said
 
