@@ -221,9 +221,8 @@ def test_raised(root: Path) -> None:
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 8, 0)
     assert record["error"].startswith("rank 1 on ") and "ValueError: a bad sample" in record["error"]
     assert "ValueError: a bad sample" in attempt.logs[0].read_text(), "rank 0's log is where a user looks"
-    for rank in (0, 2):
-        log = attempt.logs[rank].read_text()
-        assert log.count("Traceback") == log.count("ValueError: a bad sample"), "the peers' errors are one line each"
+    for rank in (0, 2):  # a traceback of theirs would hide the one that matters
+        assert "lost contact:\n" not in attempt.logs[rank].read_text()
     goes_on(root, "raised", 3, "train.batch_size=6")
 
 
