@@ -114,7 +114,7 @@ def test_the_files_that_design_names_exist() -> None:
     """The page says where everything is: a reference to a file that has moved would mislead a newcomer."""
     text = (PROJECT / "docs" / "design.md").read_text()
     named = set(re.findall(r"`((?:laststep|trainer|tests|benchmarks|examples|docs|tools)/[\w./]+)`", text))
-    assert len(named) > 40, "the twenty questions are answered by the names of files"
+    assert len(named) > 40, "the page answers by the names of files"
     assert [name for name in sorted(named) if not (PROJECT / name).exists()] == []
 
 
