@@ -94,7 +94,7 @@ def add_ways(parser: Parser) -> None:
         "--local", action="store_true", help="run all ranks on this machine; Ctrl-C stops them and keeps every step"
     )
     ways.add_argument("--debug", action="store_true", help="run one rank in this process; an error opens the debugger")
-    ways.add_argument(
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the configuration and the sbatch script; submit nothing"
     )
 

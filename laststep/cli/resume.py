@@ -87,20 +87,20 @@ def run(args: argparse.Namespace) -> int:
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
                 f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
             )
-    config = run_config.load(folder, overrides, restore=way is not Way.DRY_RUN)
+    config = run_config.load(folder, overrides, restore=not args.dry_run)
     changed = run_config.changes(run_config.as_submitted(folder), config)
     extended = {key: pair for key, pair in changed.items() if key in run_config.ENDS}
     if not extended and _says_finished(folder, config):
         return 0
-    known = 0 if way is Way.DRY_RUN else unanswered.check_has_no_job(folder, args.force)
+    known = 0 if args.dry_run else unanswered.check_has_no_job(folder, args.force)
     search = code_copy.search_path(folder, config, runs_copy=way not in (Way.LOCAL, Way.DEBUG))
     config = submission.ready(config, Machine(way, new=False, search=search, words=overrides))
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
-    _choose_code(folder, config, args.code, live=way in (Way.LOCAL, Way.DEBUG), dry_run=way is Way.DRY_RUN)
-    if way is Way.DRY_RUN:
-        return submission.show(config)
+    _choose_code(folder, config, args.code, live=way in (Way.LOCAL, Way.DEBUG), dry_run=args.dry_run)
+    if args.dry_run:
+        return submission.show(config, here=way in (Way.LOCAL, Way.DEBUG))
     with run_folders.reconfigured(folder, config):
         return submission.start(config, folder, way, known)
 

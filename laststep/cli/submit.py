@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         config, stem = branch.configure(source, overrides), source.name
     machine = Machine(way, words=overrides, source=args.config if source is None else None)
     config = submission.ready(config, machine, stem)
-    if way is Way.DRY_RUN:
-        return submission.show(config)
+    if args.dry_run:
+        return submission.show(config, here=machine.is_here)
     with run_folders.created(config, given_by(machine)) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
         status = submission.start(config, folder, way)

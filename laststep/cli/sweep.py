@@ -24,6 +24,7 @@ def add_arguments(parser: Parser) -> None:
     """Declare what sweep takes."""
     add_config(parser)
     add_key_options(parser, NEW_RUN_OPTIONS)
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and the sbatch script; submit nothing")
     parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
     add_overrides(parser, help="set a configuration key, or give it several values")
 
@@ -49,8 +50,16 @@ def run(args: argparse.Namespace) -> int:
     shared = [word for word in overrides if word not in varied]
     config = Config.load(args.config, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
-    machine = Machine(Way.SLURM, sweep=True, words=overrides, source=args.config)
+    way = Way.DRY_RUN if args.dry_run else Way.SLURM
+    machine = Machine(way, sweep=True, words=overrides, source=args.config)
     config = submission.ready(config, machine, stem=find_config(args.config).stem)
+    if args.dry_run:
+        names = list(sweep.plan(config, changes))
+        print(f"# sweep {config.launch.name}: {counted(len(names), 'run')}")
+        for name, change in zip(names, changes):
+            print(f"{name}  {' '.join(f'{key}={value}' for key, value in change.items())}")
+        print(f"\n# of each of them, but for these keys\n{config.to_yaml()}")
+        return submission.show_script(config)
     submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
     print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")
     if submitted.job_id is None:

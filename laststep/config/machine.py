@@ -21,8 +21,9 @@ class Way(enum.Enum):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Way:
-        """The way chosen by the options of submit and resume; each option is named like its way."""
-        optional = (cls.FOLLOW, cls.LOCAL, cls.DEBUG, cls.DRY_RUN)
+        """The way chosen by the options of submit and resume; each option is named like its way. With --local or
+        --debug, --dry-run shows what that would do."""
+        optional = (cls.LOCAL, cls.DEBUG, cls.DRY_RUN, cls.FOLLOW)
         return next((way for way in optional if getattr(args, way.value)), cls.SLURM)
 
 

@@ -174,10 +174,20 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
         return LocalJob(config, run)
 
 
-def show(config: Config) -> int:
-    """--dry-run: print the configuration and the sbatch script; returns the exit status."""
+def show(config: Config, here: bool = False) -> int:
+    """--dry-run: print the configuration and the sbatch script, which `here`, with --local, does not exist; returns the
+    exit status."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     print(f"# {short(run.config)}\n{config.to_yaml()}")
+    if here:
+        print(f"# {counted(config.launch.world_size, 'rank')} on this machine")
+        return 0
+    return show_script(config)
+
+
+def show_script(config: Config) -> int:
+    """Print the sbatch script; returns the exit status."""
+    run = RunDir(Path(config.launch.root) / str(config.launch.name))
     print(f"# sbatch script\n{sbatch.run_executor(config, run).script()}")
     return 0
 

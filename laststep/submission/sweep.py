@@ -75,16 +75,10 @@ class Submitted(NamedTuple):
     size: int  # of the whole sweep
 
 
-def submit_missing(
-    config: Config, changes: Sequence[Change], parallel: int | None, given: Sequence[str] = ()
-) -> Submitted:
-    """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
-
-    Raises ConfigError; then nothing was submitted.
-    """
-    root = Path(config.launch.root)
-    assert config.launch.name is not None
-    sweep = RunDir(root / config.launch.name)
+def plan(config: Config, changes: Sequence[Change]) -> dict[str, tuple[Config, str]]:
+    """The configuration of each run of the sweep `config.launch.name`, and its text, by the run's name. Raises
+    ConfigError for one that cannot work."""
+    sweep = RunDir(Path(config.launch.root) / str(config.launch.name))
     if sweep.config.exists():
         raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
     names = [name_of(sweep.name, change) for change in changes]
@@ -95,6 +89,19 @@ def submit_missing(
     for varied, _ in planned.values():
         for check in NAME_CHECKS:
             check(varied, Machine(Way.SLURM))
+    return planned
+
+
+def submit_missing(
+    config: Config, changes: Sequence[Change], parallel: int | None, given: Sequence[str] = ()
+) -> Submitted:
+    """Submit the missing runs of the sweep `config.launch.name`: those never submitted, or ended before they finished.
+
+    Raises ConfigError; then nothing was submitted.
+    """
+    planned = plan(config, changes)
+    root, names = Path(config.launch.root), list(planned)
+    sweep = RunDir(root / str(config.launch.name))
     wanted = [RunDir(root / name) for name in names]
     existing = [run.name for run in wanted if run.config.exists()]
     for name in existing:

@@ -79,7 +79,7 @@ WRONG = [
     (["--nods", "2"], "--nods: no such option; did you mean --nodes?"),
     (["--nods=2"], "--nods=2: no such option; did you mean --nodes?"),
     (["--partition"], "argument --partition: expected one argument"),
-    (["--debug", "--dry-run"], "not allowed with argument"),
+    (["--debug", "--local"], "not allowed with argument"),
     (["resume"], "name the run, or its folder"),
     (["resume", "mine", "--watch", "--local"], "--watch: submits jobs and prints no log; leave out --local"),
     (["verify"], "name the run, or its folder"),
@@ -306,6 +306,29 @@ def test_dry_run_leaves_nothing(slurm: Path, here: Path, capfd: pytest.CaptureFi
     assert main(["--dry-run"]) == 0
     assert files(here) == []
     assert not (slurm / "submitted.sh").exists()
+
+
+@pytest.mark.parametrize("way", ["--local", "--debug"])
+def test_dry_run_of_a_run_on_this_machine(way: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What `--local` would train is shown as what a job would: the configuration, checked for this machine. There is no
+    sbatch script, and no Slurm is needed."""
+    assert main([way, "--dry-run", "--name", "first", "launch.tasks_per_node=2", "device=cpu"]) == 0
+    said = capfd.readouterr().out
+    ranks = "2 ranks" if way == "--local" else "1 rank"
+    assert said.startswith("# runs/first/config.yaml\n") and said.endswith(f"# {ranks} on this machine\n")
+    assert files(here) == []
+
+
+def test_dry_run_of_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Which runs there would be, under which names, before a thousand of them are in the queue."""
+    assert main(["sweep", "--dry-run", "--name", "scan", "optim.lr=0.1,0.03", "seed=0..1"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("# sweep scan: 4 runs\nscan-lr_0.1-seed_0  optim.lr=0.1 seed=0\n")
+    assert "\nscan-lr_0.03-seed_1  optim.lr=0.03 seed=1\n" in said and "\n#SBATCH " in said
+    assert files(here) == []
+    assert not (slurm / "submitted.sh").exists()
+    wrong = refusal(["sweep", "--dry-run", "--name", "scan", "optim.lr=0.1,fast"], capfd, here)
+    assert "optim.lr=fast: must be of type float" in wrong
 
 
 @pytest.mark.parametrize(
