@@ -59,6 +59,13 @@ class Superseded(Exception):
     """The plan has changed, and what is being written is not part of it."""
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of a rescue. Raises OSError, also where the run's folder is gone: a deleted run must not come
+    back as a folder that holds nothing else and takes its name."""
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
 class Rescue:
     """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves.
 
@@ -84,7 +91,7 @@ class Rescue:
         """Take part. Call before anything that may take time."""
         self._me = replace(self._me, failure=failure, began_step=began_step)
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
         self.round()
 
     def start(self) -> None:
@@ -177,8 +184,7 @@ class Rescue:
         except OSError as error:
             if isinstance(error, FileNotFoundError):  # the disk refused the folder when this rank signed in
                 with contextlib.suppress(OSError):
-                    self._folder.parent.mkdir(exist_ok=True)
-                    self._folder.mkdir(exist_ok=True)
+                    make_folder(self._folder)
             self._refused += 1
             if self._refused * self.round_s >= ALONE_S and not self.is_over:
                 say(f"WARNING: this rank cannot take part in the rescue: {error}")

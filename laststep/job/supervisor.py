@@ -54,6 +54,7 @@ from laststep.attempt.rescue import (
     gone_file,
     has_begun,
     is_ending,
+    make_folder,
     silent_file,
 )
 from laststep.compat.compiler import compile_each_shape
@@ -247,7 +248,7 @@ class Supervisor:
         folder = self._folder
 
         def say_gone() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             _write(gone_file(folder, self._world.rank), str(status))
 
         self._persist(say_gone)
@@ -329,6 +330,9 @@ class Supervisor:
             try:
                 return (act(),)
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and self._run.is_gone():
+                    say(f"{self._run.path} is gone: the run was deleted, and ends")
+                    return ()
                 if not said:
                     say(f"WARNING: {error}; trying again for {DISK_S:.0f} s")
                     said = True

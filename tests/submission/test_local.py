@@ -218,6 +218,18 @@ def test_a_killed_rank_ends_the_run(plain: Terminal) -> None:
     assert reasons(plain.run("oom")) == ["failed"]
 
 
+def test_a_deleted_run_stays_deleted(plain: Terminal) -> None:
+    """A run whose folder is deleted while it trains ends, and leaves nothing behind that takes its name: what was left
+    was a folder that held nothing but `rescue/`."""
+    launcher = plain.starts("--local", "--tasks-per-node", "2", "--name", "deleted", *LONG)
+    plain.waits_for_step("deleted")
+    run = plain.run("deleted")
+    run.path.rename(run.path.with_name("aside"))
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode != 0, said
+    assert not run.path.exists(), [str(path) for path in run.path.rglob("*")]
+
+
 def test_an_error_in_a_rank_is_shown(terminal: Terminal, tmp_path: Path) -> None:
     """A configuration that a rank refuses is reported like any other wrong input: one line, status 2."""
     (tmp_path / "empty_task.py").write_text(
