@@ -39,7 +39,7 @@ def test_paths_that_were_typed(
     """A path means what it means in the shell that completed it, though the command works in the project's folder."""
     deep = project / "src" / "deep"
     (deep / "digits").mkdir(parents=True)
-    (deep / "mine.yaml").write_text("task: digits.Digits\nseed: 7\n")
+    (deep / "mine.yaml").write_text("task: classification\ndata: {name: mnist}\nseed: 7\n")
     monkeypatch.chdir(deep)
     assert main(["--dry-run", "--config", "mine.yaml", "data.root=digits", "launch.root=../runs"]) == 0
     said = capfd.readouterr().out
