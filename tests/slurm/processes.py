@@ -26,8 +26,8 @@ def parent(pid: int) -> int:
 def cut_power(pids: Iterable[int]) -> bool:
     """End these processes as if the power went off for all of them at once. Returns whether any was still running.
 
-    They are frozen first, or srun's child would have the ranks on other nodes killed. Children are killed before their
-    parents: the end of a parent wakes children that are frozen in process groups of their own (POSIX.1, _Exit(): an
+    They are frozen first, or srun's child would have the ranks on other nodes killed; parents before their children, of
+    whose stop a shell that waits for them hears. Children are killed before their parents: the end of a parent wakes children that are frozen in process groups of their own (POSIX.1, _Exit(): an
     orphaned process group gets SIGHUP and SIGCONT), and srun would use that moment in the same way.
     """
     parents: dict[int, int] = {}
@@ -39,8 +39,8 @@ def cut_power(pids: Iterable[int]) -> bool:
         return 1 + depth(parents[pid]) if pid in parents else 0
 
     found = sorted(parents, key=depth, reverse=True)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in found:
+    for number, order in ((signal.SIGSTOP, reversed(found)), (signal.SIGKILL, found)):
+        for pid in order:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
     return bool(found)
