@@ -26,9 +26,10 @@ def parent(pid: int) -> int:
 def cut_power(pids: Iterable[int]) -> bool:
     """End these processes as if the power went off for all of them at once. Returns whether any was still running.
 
-    They are frozen first, or srun's child would have the ranks on other nodes killed; parents before their children, of
-    whose stop a shell that waits for them hears. Children are killed before their parents: the end of a parent wakes children that are frozen in process groups of their own (POSIX.1, _Exit(): an
-    orphaned process group gets SIGHUP and SIGCONT), and srun would use that moment in the same way.
+    They are frozen first, or srun's child would have the ranks on other nodes killed; parents before their children, as
+    a shell that waits hears of its child's stop. Children are killed before their parents: the end of a parent wakes
+    children that are frozen in process groups of their own (POSIX.1, _Exit(): an orphaned process group gets SIGHUP and
+    SIGCONT), and srun would use that moment in the same way.
     """
     parents: dict[int, int] = {}
     for pid in pids:
