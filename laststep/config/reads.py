@@ -66,7 +66,9 @@ def refusal(key: str, task: str, read: Collection[str]) -> ConfigError:
     what = f"{key}: task={task} does not read it, so it would change nothing"
     if not names:
         where = f"no key of {section}" if section else "no such key"
-        return ConfigError(f"{what}; it reads {where}: leave it out, or let the task read it")
+        return ConfigError(
+            f"{what}; it reads {where}: leave it out, or name it in the task's `reads` if it is read later"
+        )
     return ConfigError(f"{what}; of {section} it reads {', '.join(names[:8])}: {nearest(name, names)}")
 
 

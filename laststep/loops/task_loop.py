@@ -37,7 +37,7 @@ from laststep.loops.measured import finite
 from laststep.loops.probe import Probe
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
-from laststep.optim.build import check_order
+from laststep.optim.build import check_order, schedule_keys
 from laststep.ranks.group import Group, join, tree_sum
 from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
@@ -60,7 +60,7 @@ class TaskLoop(Loop):
 
         engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self._given = GivenKeys(config.task, read_given(context.run.given), FOR_A_TASK)
+        self._given = GivenKeys(config.task, read_given(context.run.given), read_for(task))
         self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
         datasets = open_datasets(config, self.task, group)
@@ -104,8 +104,7 @@ class TaskLoop(Loop):
             self.loading.warm_up_batch(self.train_set, seed, micro_batch),
             self.loading.warm_up_batch(self._val_set, seed, micro_batch) if train.sanity else None,
         )
-        self.learner.rates.at(0)  # the schedule reads its keys
-        self._given.check()
+        self._check_keys()
         self.engine.startup.done("warm-up")
         self.engine.watch.enter("restoring")
         if checkpoint is not None:
@@ -122,6 +121,16 @@ class TaskLoop(Loop):
             f"{begins}: {counted(self.total_steps, 'step')}, "
             f"{self.order.steps_per_epoch} per epoch, {counted(self.size, 'rank')} on {self.group.device.type}"
         )
+
+    def _check_keys(self) -> None:
+        """Raise ConfigError for a key that the user has set and that nothing has read by now: the data sets, the model
+        and the optimiser are made, and a step and a validation batch are done. A schedule may read some keys late."""
+        if type(self.task).schedule is Task.schedule:
+            self._given.reads.keys |= schedule_keys(self.config.optim)
+        else:
+            for step in (0, self.total_steps // 2, self.total_steps - 1):
+                self.learner.rates.at(step)
+        self._given.check()
 
     def _check_data(self, begins: bool) -> None:
         """Record what the run begins with, or raise ConfigError if these are not the data that it began with."""
@@ -334,6 +343,11 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
     return Datasets(train_set, val_set, train, val)
 
 
+def read_for(task: type[Task]) -> list[str]:
+    """The keys and sections that Laststep reads for a Task, and those that it has declared: it may read them late."""
+    return [*FOR_A_TASK, *(name if "." in name else f"{name}." for name in task.reads or ())]
+
+
 def named(config: Config) -> str:
     """What a message about the data names: a task of the user's own need not read `data.name`."""
     return f"data.name={config.data.name}" if config.task in READY_MADE else f"task={config.task}"
@@ -414,7 +428,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    keys = GivenKeys(config.task, given, FOR_A_TASK)
+    keys = GivenKeys(config.task, given, read_for(task_class))
     task = make_task(task_class, keys.reads.watch(config))
     datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)

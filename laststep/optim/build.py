@@ -140,6 +140,11 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 optimizer.state[parameter][name] = saved.to(live.device)
 
 
+def schedule_keys(optim: Optim) -> set[str]:
+    """The keys that `scheduled` reads over a whole run."""
+    return {"optim.schedule", "optim.warmup_steps", *(["optim.decay_share"] if optim.schedule == "wsd" else [])}
+
+
 def scheduled(lr: float, optim: Optim, step: int, total_steps: int) -> float:
     """The learning rate of `step` (from 0) for the peak `lr`, a pure function: linear warm-up, then cosine to 0, or a
     tenth after each third of the run (step), or constant, or constant and at the end linearly to 0 (wsd)."""

@@ -32,6 +32,10 @@ class Line(Task):
         return {"loss": model(batch[0]).square().mean()}
 
 
+class Late(Line):
+    reads = ("model.name",)
+
+
 class FailsInValidation(Line):
     def step(self, model, batch):
         if not model.training:
@@ -88,9 +92,11 @@ def test_a_key_that_nothing_reads(word: str, says: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_read_is_taken(folder: Path) -> None:
-    """All that the task, its optimiser and its schedule read, in a word or in a file, trains."""
-    (folder / "mine.yaml").write_text("task: own.Line\nargs: {width: 2}\noptim: {name: adamw, warmup_steps: 3}\n")
-    assert "report run" in trained(folder, "--config", "mine.yaml", *WORDS, "optim.weight_decay=0.1", status=0)
+    """All that the task, its optimiser and its schedule read, in a word or in a file, trains: also what they would read
+    only after the warm-up, which here is longer than the run, and what the task has declared to read late."""
+    (folder / "mine.yaml").write_text("task: own.Late\nargs: {width: 2}\noptim: {name: adamw, warmup_steps: 99}\n")
+    words = (*WORDS, "optim.weight_decay=0.1", "optim.schedule=wsd", "optim.decay_share=0.3", "model.name=mine")
+    assert "report run" in trained(folder, "--config", "mine.yaml", *words, status=0)
 
 
 @pytest.mark.slow
