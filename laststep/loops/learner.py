@@ -198,7 +198,8 @@ class Learner:
         if val_batch is not None:
             self.train(False)
             self._generators.seed(0)
-            validated = check_output(self._forward(self.validated, val_batch), task, "in validation, ")
+            with torch.no_grad():
+                validated = check_output(self._forward(self.validated, val_batch), task, "in validation, ")
             self.train(True)
             if validated != names:
                 only = {"training": names - validated, "validation": validated - names}

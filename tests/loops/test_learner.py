@@ -462,9 +462,18 @@ def test_what_a_step_returns(step: Callable[[Tensor, bool], Any], says: str) -> 
 
 
 def test_a_validation_batch_in_the_warm_up_changes_nothing() -> None:
-    """The state before the first step is the same with it and without it: the run's bits do not depend on it."""
+    """The state before the first step is the same with it and without it: the run's bits do not depend on it. It runs as
+    validation does: without gradients, for which a large model may have no room."""
     one, other = learner(), learner()
+    grad, step = [], one.task.step
+
+    def noting(model: nn.Module, batch: Any) -> Any:
+        grad.append((model.training, torch.is_grad_enabled()))
+        return step(model, batch)
+
+    one.task.step = noting  # type: ignore[method-assign]
     one.warm_up((IMAGES, LABELS), (IMAGES, LABELS))
     other.warm_up((IMAGES, LABELS))
     assert same(one.model.state_dict(), other.model.state_dict())
     assert one.model.training
+    assert grad == [(True, True), (False, False)]
