@@ -462,8 +462,8 @@ def test_what_a_step_returns(step: Callable[[Tensor, bool], Any], says: str) -> 
 
 
 def test_a_validation_batch_in_the_warm_up_changes_nothing() -> None:
-    """The state before the first step is the same with it and without it: the run's bits do not depend on it. It runs as
-    validation does: without gradients, for which a large model may have no room."""
+    """The state before the first step is the same with it and without it: the run's bits do not depend on it. It runs
+    as validation does: without gradients, for which a large model may have no room."""
     one, other = learner(), learner()
     grad, step = [], one.task.step
 
