@@ -59,8 +59,6 @@ class Trainer:
         world, patience = detect_world(), Patience(START_S, say)
         # Else a user's program has passed it to an executor.
         if world.rank == 0 and not patience.insist(self.run.config.exists):
-            if world.supervised:  # started by a command of ours, which has made the folder
-                raise SystemExit(f"{self.run.path} is gone: the run was deleted; its job {world.job_id} ends")
             self.run.path.mkdir(mode=0o755, parents=True, exist_ok=True)
             self.config.save(self.run.config)
         _clear_unfinished(world)

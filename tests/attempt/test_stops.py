@@ -11,7 +11,6 @@ import pytest
 from laststep.attempt.grace import LAST_MOMENT_S
 from laststep.ranks.launchers import RESTARTS
 from laststep.records.metrics import read_lines
-from laststep.runs import run_folders
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, only, undisturbed
 
@@ -54,11 +53,9 @@ NO_GRACE_S = 4 - LAST_MOMENT_S
 def test_a_save_that_nobody_cuts_short(root: Path, signals: str, supervised: bool) -> None:
     """No SIGKILL follows these signals: to give up a slow save after launch.grace_s would lose the steps of the run."""
     env = {"LASTSTEP_TEST_SIGNAL": f"{signals} step 5 rank 0", "LASTSTEP_TEST_SAVE_S": str(NO_GRACE_S + 1)}
-    settings = config(root, f"slow-{signals}", 1, SLOW_SAVE)
     if supervised:
         env[RESTARTS] = "0"
-        run_folders.create(settings)  # as the command does that starts supervisors
-    attempt = Attempt(settings, env)
+    attempt = Attempt(config(root, f"slow-{signals}", 1, SLOW_SAVE), env)
     assert attempt.wait() == [128 + signal.Signals[signals]], attempt.output()
     record = only(attempt)
     assert (record["reason"], record["end_step"], record["lost_steps"]) == ("cancelled", 5, 0)
