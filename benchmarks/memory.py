@@ -175,7 +175,7 @@ def laststep(workload: str, ranks: int, folder: str) -> list[str]:
     """The command-line words that train the workload as a user would."""
     load = WORKLOADS[workload]
     return [
-        *("laststep", "--name=memory", f"launch.root={folder}", "task=benchmarks.memory.Perceptron", "data.name=fake"),
+        *("laststep", "--name=memory", f"launch.root={folder}", "task=benchmarks.memory.Perceptron"),
         *("optim.name=adamw", "optim.schedule=constant", f"train.batch_size={BATCH_SIZE * ranks}"),
         *(f"train.epochs={load.epochs}", f"checkpoint.every_steps={load.steps}"),
     ]

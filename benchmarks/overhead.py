@@ -182,7 +182,6 @@ def _task_words(workload: str, ranks: int) -> list[str]:
     load = WORKLOADS[workload]
     return [
         "task=benchmarks.overhead.Perceptron",
-        "data.name=fake",
         f"optim.lr={LEARNING_RATE}",
         "optim.schedule=constant",
         f"train.batch_size={load.batch_size * ranks}",

@@ -147,7 +147,7 @@ def _train(way: str, workload: str, ranks: int, folder: Path, env: dict[str, str
     if way == OURS:
         words = [
             "laststep", "--name=sharding", f"launch.root={folder}", "task=benchmarks.sharding.Windows", "device=cpu",
-            "data.name=fake", f"train.sharding={'full' if ranks > 1 else 'none'}", "optim.name=adamw",
+            f"train.sharding={'full' if ranks > 1 else 'none'}", "optim.name=adamw",
             f"optim.lr={LEARNING_RATE}", "optim.schedule=constant", f"train.batch_size={load.per_rank * ranks}",
             f"train.max_steps={load.steps}",
         ]  # fmt: skip

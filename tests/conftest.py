@@ -33,11 +33,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_before() -> Iterator[None]:
-    """What a test has done to this process's signals ends with it: a program that a later test starts would inherit
-    that Ctrl-C is ignored, and the test would wait for its end for good."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def _process_as_before() -> Iterator[None]:
+    """What a test has done to this process's signals and environment ends with it: a program that a later test starts
+    would inherit that Ctrl-C is ignored, or would believe that it is a rank of a job."""
+    before, environ = {number: signal.getsignal(number) for number in STOP_SIGNALS}, dict(os.environ)
     yield
+    for name in {*environ, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in environ:
+            del os.environ[name]
+        elif os.environ.get(name) != environ[name]:
+            os.environ[name] = environ[name]
     for number, handler in before.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)

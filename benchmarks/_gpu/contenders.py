@@ -48,6 +48,8 @@ class Workload(NamedTuple):
 class Timed(Classification):
     """The same training under Laststep, started as a user would start it."""
 
+    reads = ("data",)
+
     def model(self) -> nn.Module:
         """The model; starts counting steps."""
         load = Workload.from_env()
