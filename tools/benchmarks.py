@@ -308,12 +308,10 @@ def _memory(memory: dict[str, Any]) -> Iterator[Row]:
     most = {n: max(peak["laststep_mb"] for peak in found) for n, found in peaks.items()}
     buffers = {n: found[0]["buffer_mb"] for n, found in peaks.items()}
     bare = {n: found[0]["bare_mb"] for n, found in peaks.items()}
-    compiler = min(-peak["tiny_more_mb"] for found in peaks.values() for peak in found)
     yield (
         f"peak memory of a rank with a state of {buffers[1]:.0f} MB, 1 and 2 ranks (`memory`)",
         f"{most[1]:.0f}, {most[2]:.0f} MB, including the save buffer of {buffers[1]:.0f}, {buffers[2]:.0f} MB",
-        f"the bare loop {bare[1]:.0f}, {bare[2]:.0f} MB, including some {compiler:.0f} MB for torch's compiler, which "
-        "Laststep does not load",
+        f"the bare loop {bare[1]:.0f}, {bare[2]:.0f} MB",
     )
     largest = max(memory["growth"], key=lambda grown: grown["late"]["anonymous_mb"])
     early, late = largest["early"], largest["late"]
