@@ -53,8 +53,14 @@ def run(args: argparse.Namespace) -> int:
         if input(f"{what}{jobs}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing is deleted")
             return 1
-    if cancel.stop_all([each for each, status in zip(runs, statuses) if status.alive], reader):
+    # While the question stood, a run may have been resumed.
+    alive_now = [each for each, status in zip(runs, reader.read(runs)) if status.alive]
+    if cancel.stop_all(alive_now, reader):
         return 1  # a job that may still write: said, and nothing is deleted
+    for each, status in zip(runs, reader.read(runs)):
+        _check(each, status)
+        if status.alive:
+            raise ConfigError(f"{each.name}: has just been started again ({status.state}); nothing is deleted")
     failed = [each for each in runs if not _remove(each)]
     if args.sweep is not None and not failed:
         shutil.rmtree(

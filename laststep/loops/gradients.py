@@ -72,7 +72,7 @@ class Gradients(ABC):
         that the gradients of the step are complete on every rank."""
 
     def gathered(self, steps: int | None) -> Gathered | None:
-        """What `meet` has learned in the last of so many steps, None: of all. None if no rank can use that: any rank
+        """What `meet` has learned in the last `steps` steps, or in all (None). None if no rank can use that: any rank
         that has done the update can save it for all."""
         return None
 

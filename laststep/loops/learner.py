@@ -541,7 +541,7 @@ class LateUpdate:
         return place.shards > 1 and (not queue.runs_ahead or place.replicas > 1 or has_copies)
 
     def gathered(self, steps: int) -> Gathered | None:
-        """What this rank has gathered last, for those that have not; on a GPU in the last of so many steps, which the
+        """What this rank gathered last, for the ranks that did not; on a GPU, in the last of the `steps` steps that the
         device has done."""
         return self._queue.ask(lambda: self._learner.gradients.gathered(steps if self._queue.runs_ahead else None))
 

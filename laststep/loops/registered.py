@@ -439,8 +439,8 @@ MOST_NAMES = 3
 
 
 def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str | None:
-    """Which values of this state, of which the rank holds one of so many shards, differ between ranks; None if they are
-    the same. A collective, of 8 bytes per rank; of 16 if there are shards."""
+    """Which values of this state differ between ranks; None if they are the same. Each rank holds one of its `shards`.
+    A collective, of 8 bytes per rank; of 16 if there are shards."""
     leaves, sharded = list(leaves_of(state)), list[tuple[str, Any]]()
     if shards > 1:
         sharded = [(name, leaf) for name, leaf in leaves if is_distributed(leaf)]

@@ -438,7 +438,7 @@ class Copies:
     # In any thread
 
     def count(self, step: int, position: Position, records: int) -> None:
-        """The lines of all steps up to this one are counted in `position`; there are so many `records`."""
+        """`position` counts the lines of all steps up to this one; metrics.jsonl then has `records` lines."""
         with self._lock:
             for copy in self._own:
                 if copy.position.step == step and not copy.counted:

@@ -51,7 +51,7 @@ NEW_STEP: Starts = Follows.NEW_STEP
     ],
 )
 def test_what_follows(policy: Decision, job: Job, asker: Starts | None, obstacle: str, verdict: Verdict) -> None:
-    """The same decision, whoever is the last that lives to ask for it."""
+    """Each process that may be the last one alive gets the same decision."""
     assert what_follows(policy, job, 0, Launch(), asker, lambda: obstacle) == verdict
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from laststep.cli import cancel
 from laststep.cli.main import main
+from laststep.rundir import RunDir
+from laststep.runs.run_status import RunStatus, StatusReader
 from tests.support.commands import refusal
 
 
@@ -55,6 +59,37 @@ def test_nobody_to_ask(runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytes
     assert (runs / "first").exists()
     assert main(["delete", "f*", "second", "--yes"]) == 0
     assert not list(runs.iterdir())
+
+
+def test_started_again_while_the_question_stood(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody resumes the run between the question and the answer: its job must end first, or the folder stays."""
+    asked: list[object] = []
+
+    def answer(_: str) -> str:
+        asked.append(_)
+        return "y"
+
+    def read(self: StatusReader, of: list[RunDir]) -> list[RunStatus]:
+        alive = replace(before(self, of)[0], state="running", job_id="7")
+        return [alive if asked else before(self, [run])[0] for run in of]
+
+    before = StatusReader.read
+    monkeypatch.setattr(StatusReader, "read", read)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", answer)
+    stopped: list[list[RunDir]] = []
+
+    def stop(alive: list[RunDir], reader: StatusReader) -> int:
+        stopped.append(alive)
+        return 0
+
+    monkeypatch.setattr(cancel, "stop_all", stop)
+    assert main(["delete", "first"]) == 2
+    assert [run.name for run in stopped[0]] == ["first"], "its job is asked to end"
+    assert "first: has just been started again (running); nothing is deleted" in capfd.readouterr().err
+    assert (runs / "first" / "logs" / "log").exists()
 
 
 def test_no_such_run(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_a_fix_is_not_ignored(run: RunDir, here: Path, capfd: pytest.CaptureFixt
 
 
 def test_the_same_code_by_default(run: RunDir, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that was ended from outside goes on with what it has trained with; what has changed since is named."""
+    """A run that was ended from outside continues with the code that it trained with; files changed since are named."""
     (here / "own.py").write_text(BEFORE + "    later = True\n")
     (here / "new.py").write_text("")
     (here / "more.py").unlink()
