@@ -131,7 +131,7 @@ class Signalled(Classification):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.calls = -warm_ups(config)
+        self.calls = -warm_ups(config) - config.train.sanity  # the warm-up validates a batch too
         self.done = {"step": 0, "validation": 0}
         name, self.unit, place, _, ranks = (os.environ.get("LASTSTEP_TEST_SIGNAL") or "SIGTERM never 0 rank 0").split()
         self.number = signal.Signals[name]
@@ -478,7 +478,7 @@ def shares_per_rank(config: Config) -> int:
 
 
 def warm_ups(config: Config) -> int:
-    """How many calls of `step` come before the first step of an attempt."""
+    """How many training calls of `step` come before the first step of an attempt."""
     return 2 if config.train.cuda_graphs else 1
 
 
