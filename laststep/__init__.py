@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from laststep.code.script import run
     from laststep.config.config import Config
     from laststep.loops.run import Run
     from laststep.runs.weights_source import load_weights
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from laststep.trainer import Trainer
 
 __version__ = "0.2.0"
-__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
+__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "run", "submit"]
 
 _MODULES = {
     "Config": "config.config",
@@ -23,6 +24,7 @@ _MODULES = {
     "Task": "task",
     "Trainer": "trainer",
     "load_weights": "runs.weights_source",
+    "run": "code.script",
     "submit": "submission.submission",
 }
 

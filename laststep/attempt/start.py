@@ -15,9 +15,11 @@ from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
+from laststep.code.code_copy import script_file
 from laststep.compat.compiler import compile_each_shape
+from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
-from laststep.loops.run import make_custom_loop
+from laststep.loops.run import make_custom_loop, make_script_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
@@ -109,6 +111,11 @@ def create_engine(
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
     closing.callback(export_world(group.world, group.host, port or 0))
     closing.callback(lend_group(group))
+    if state.config.script:
+        file = script_file(state.run_dir, state.config, runs_copy=WORKING_FOLDER in os.environ)
+        loop: TaskLoop | CustomLoop = make_script_loop(file, context)
+        state.engine = loop.engine
+        return loop.engine
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)
