@@ -7,13 +7,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laststep.code.script import run
     from laststep.config.config import Config
     from laststep.loops.run import Run
     from laststep.runs.weights_source import load_weights
     from laststep.submission.submission import submit
     from laststep.task import Task
     from laststep.trainer import Trainer
+
+    def run() -> Run:
+        """See laststep.script.run."""
+
 
 __version__ = "0.2.0"
 __all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "run", "submit"]
@@ -24,7 +27,7 @@ _MODULES = {
     "Task": "task",
     "Trainer": "trainer",
     "load_weights": "runs.weights_source",
-    "run": "code.script",
+    "run": "script",
     "submit": "submission.submission",
 }
 

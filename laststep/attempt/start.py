@@ -15,7 +15,6 @@ from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
-from laststep.code.code_copy import script_file
 from laststep.compat.compiler import compile_each_shape
 from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
@@ -112,8 +111,7 @@ def create_engine(
     closing.callback(export_world(group.world, group.host, port or 0))
     closing.callback(lend_group(group))
     if state.config.script:
-        file = script_file(state.run_dir, state.config, runs_copy=WORKING_FOLDER in os.environ)
-        loop: TaskLoop | CustomLoop = make_script_loop(file, context)
+        loop: TaskLoop | CustomLoop = make_script_loop(context)
         state.engine = loop.engine
         return loop.engine
     task = find_task(state.config)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from laststep import compat
-from laststep.code import script
+from laststep import compat, script
 from laststep.config.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -75,8 +74,7 @@ def add_config(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="NAME|PATH",
-        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist; for a "
-        "script, none)",
+        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist)",
     )
     parser.add_argument(
         "--site",

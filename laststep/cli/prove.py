@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from laststep import script
 from laststep.cli.parsers import (
     NEW_RUN_OPTIONS,
     Parser,
@@ -25,7 +26,6 @@ from laststep.cli.parsers import (
     config_of,
     overrides_of,
 )
-from laststep.code import script
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir

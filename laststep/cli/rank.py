@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from laststep import script
 from laststep.attempt import user_error
 from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
-from laststep.code import script
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from laststep import script
 from laststep.cli.parsers import (
     JOB_OPTIONS,
     LAUNCH_KEY,
@@ -18,7 +19,6 @@ from laststep.cli.parsers import (
     overrides_of,
     split,
 )
-from laststep.code import script
 from laststep.config.errors import ConfigError
 from laststep.say import command
 

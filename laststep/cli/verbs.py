@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
+from laststep import script
 from laststep.cli.parsers import Parser
-from laststep.code import script
 from laststep.config.errors import ConfigError
 from laststep.say import program
 

@@ -29,8 +29,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec
 from itertools import starmap
 from pathlib import Path
 
-from laststep import compat
-from laststep.code import script
+from laststep import compat, script
 from laststep.code.task_check import find_spec
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -264,15 +263,12 @@ def look_up(config: Config, folder: Path) -> CodeOrigin:
     )
 
 
-def script_file(run: RunDir, config: Config, runs_copy: bool) -> Path | None:
-    """The file of the run's script, in the copy of the code if that is what the ranks run; None for a module."""
-    folder = working_folder(run)
-    file = script.file_of(config.script, folder)
-    if file is None or not runs_copy:
+def script_in(origin: CodeOrigin, run: RunDir, config: Config) -> Path | None:
+    """The file of the run's script in the copy of the code, or where it lies if it is not copied; None for a module."""
+    file = script.file_of(config.script, working_folder(run)) if config.script else None
+    if file is None or origin.repository is None or not file.resolve().is_relative_to(origin.repository):
         return file
-    repository = origin_of(run, config).repository
-    inside = repository is not None and file.resolve().is_relative_to(repository)
-    return run.code / file.resolve().relative_to(str(repository)) if inside else file
+    return run.code / file.resolve().relative_to(origin.repository)
 
 
 def changed_files(run: RunDir, config: Config) -> list[str]:

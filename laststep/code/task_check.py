@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from laststep.code import script
+from laststep import script
 from laststep.config.checks import check_batch, check_copies_of_task, check_no_sharding
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from laststep.code import script
+from laststep import script
 from laststep.config.args import checked_args, free_args
 from laststep.config.checks import check_no_sharding
 from laststep.config.config import Config
@@ -220,14 +220,14 @@ class Run:
         self._loop.log(values)
 
 
-def make_script_loop(file: Path | None, context: AttemptContext) -> CustomLoop:
-    """The loop around a script; `file` is None for a module."""
+def make_script_loop(context: AttemptContext) -> CustomLoop:
+    """The loop around a script."""
     words, name = context.config.script, script.name_of(context.config.script)
 
     def call(loop: CustomLoop) -> None:
         script.joined = Run(loop, free_args({}))
         try:
-            script.run_as_main(words, file)
+            script.run_as_main(words)
         except SystemExit as error:
             if loop.phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
                 raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None

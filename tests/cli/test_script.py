@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.code import script
+from laststep import script
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -19,7 +19,7 @@ from tests.support.commands import begin, end, refusal
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import fingerprint, reasons
 
-TRAIN = PROJECT / "tests" / "cli" / "scripts" / "train.py"
+TRAIN = PROJECT / "tests" / "cli" / "user_scripts" / "train.py"
 LAUNCH = (sys.executable, str(PROJECT / "launch.py"))
 CPU = ("device=cpu", "launch.hang_timeout_s=60")
 
@@ -174,7 +174,7 @@ def test_a_wrong_word_of_its_own(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_stop_that_is_caught(folder: Path) -> None:
     """A bare `except` swallows the SystemExit of a stop: it is raised again at the next call, and no step follows."""
-    command = begin(folder, [sys.executable, "train.py", "--steps", "400", "--swallow"])
+    command = begin(folder, [sys.executable, "train.py", "--steps", "400", "--pause", "0.01", "--swallow"])
     run = RunDir(folder / "runs" / "train")
     wait_until(lambda: len(read_lines(run.metrics)) > 20, "the script did not train")
     command.send_signal(signal.SIGINT)

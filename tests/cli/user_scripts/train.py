@@ -17,6 +17,7 @@ import laststep
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.05)
+parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--swallow", action="store_true")
 args = parser.parse_args()
 run = laststep.run()
@@ -27,11 +28,11 @@ class Shape:
     inputs: int = 4
 
 
-class Squares(Dataset):
-    def __len__(self):
+class Squares(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((4,), float(index**2))
 
 
@@ -58,8 +59,7 @@ if __name__ == "__main__":
             dies = step + 1 == int(os.environ.get("DIE_IN", 0)) and run.rank == run.size - 1
             if dies and os.environ.get("LASTSTEP_STEP_RESTARTS", "0") == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if args.swallow:
-                time.sleep(0.01)
+            time.sleep(args.pause)
     except SystemExit:
         if run.rank == 0:
             print("leaves the loop", flush=True)

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from laststep.config.errors import ConfigError
 
-if TYPE_CHECKING:
-    from laststep.loops.run import Run
-
 MODULE = "-m"
+FILE = "LASTSTEP_SCRIPT"  # set in a job: the script's file in the copy of the code
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -91,16 +89,18 @@ def _names_us(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "laststep"
 
 
-def run_as_main(script: Sequence[str], file: Path | None) -> None:
-    """Run the script, whose file is known unless it is a module, as Python would: as `__main__`, with its own words.
+def run_as_main(script: Sequence[str]) -> None:
+    """Run the script as Python would: as `__main__`, with its own words.
 
     It stays `__main__` when it is done: what it has registered to be called at exit, and what is pickled later, finds
     it. Raises what it raises.
     """
+    file = file_of(script, Path.cwd())
     if file is None:
         sys.argv = [script[1], *script[2:]]
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         return
+    file = Path(os.environ.get(FILE, file))  # in a job, that in its copy of the code
     sys.argv = [script[0], *script[1:]]
     sys.path.insert(0, str(file.parent.absolute()))
     loader = SourceFileLoader("__main__", str(file.absolute()))
@@ -113,11 +113,11 @@ def run_as_main(script: Sequence[str], file: Path | None) -> None:
     exec(code, vars(module))
 
 
-joined: Run | None = None  # that of the script or function that this process runs
+joined: Any = None  # the Run of the script or function that this process runs
 
 
-def run() -> Run:
-    """The run of this script: call it at module level, before the script needs its device or its data.
+def run() -> Any:
+    """The Run of this script: call it at module level, before the script needs its device or its data.
 
         import laststep
 
@@ -141,7 +141,7 @@ def run() -> Run:
     # A spawned process imports the script before it knows its parent.
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or multiprocessing.parent_process() is not None:
-        return cast("Run", _Bystander())
+        return _Bystander()
     _start_again()
 
 
@@ -161,7 +161,7 @@ def _start_again() -> NoReturn:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
-    ours = str(Path(__file__).parent.parent)  # by its path: what this script has added to sys.path is lost
+    ours = str(Path(__file__).parent)  # by its path: what this script has added to sys.path is lost
     os.execv(sys.executable, [sys.executable, *flags, ours, *name, *words, *sys.argv[1:]])
 
 
