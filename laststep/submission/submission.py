@@ -202,17 +202,19 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
         from laststep.submission import local  # which takes a while to import, as `follow` does
 
         if way is Way.DEBUG:
-            return local.run_debug(config)
-        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {short(run.path)}", flush=True)
-        status = local.run_local(config, run)
+            status = local.run_debug(config)
+        else:
+            ranks = f"ranks  {launch.world_size} on this machine"
+            print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
+            status = local.run_local(config, run)
         if status == 0:
             _print_result(run)
         elif status == 1:
             from laststep.runs.run_logs import print_cause
 
-            print_cause(run, local=True)
+            print_cause(run, local=way is Way.LOCAL)
         elif status > 128:
-            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
+            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --{way.value}')}")
         return status
     from laststep.runs.run_status import StatusReader, may_never_start
 
