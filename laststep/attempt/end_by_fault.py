@@ -461,8 +461,9 @@ class Rescuer:
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry, blamed=blamed)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
-            cause_in_line = f": {summary}" if (summary := in_one_line(error)) else ""
-            say(f"attempt ended ({reason}) after step {end_step}, {lost}{cause_in_line}")
+            # One line has been said already, and is not repeated.
+            summary = f": {in_one_line(error)}" if "\nTraceback" in (error or "") else ""
+            say(f"attempt ended ({reason}) after step {end_step}, {lost}{summary}")
             if not (state.world.on_slurm or state.world.supervised):  # else the command that waits says what to type
                 debug = command(f"resume {shlex.quote(state.run_dir.name)} --debug")
                 say(f"{CONTINUE_BY_HAND}; to debug: {debug}")

@@ -112,7 +112,7 @@ def users_line_in(error: str | None) -> str:
     return f"{frames[-1][0].rpartition('/')[2]}, {frames[-1][1]}" if frames else ""
 
 
-_EXCEPTION = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)+(\S.*)")
+_EXCEPTION = re.compile(r"Traceback.*\n(?: .*\n)*(\S.*)")
 _FRAME = re.compile(r'^ *File "(.+)", (line \d+, in .+)$', re.MULTILINE)
 _ROOMS = "attempt|checkpoint|cli|code|compat|config|data|frameworks|job|loops|observe|optim|ranks|records|runs|tasks"
 _NOT_THE_USERS = re.compile(

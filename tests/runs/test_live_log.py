@@ -63,6 +63,19 @@ def test_a_held_line_is_shown_when_it_is_due() -> None:
     assert list(progress.pass_on(b"", now=100.3)) == [step(3)]
 
 
+def test_lines_of_others_are_dropped() -> None:
+    """The first error is what --follow ends with, not srun's, submitit's or a peer's complaint of it."""
+    others = (
+        b"submitit INFO (2026-11-21 09:59:59,1) - Starting with JobEnvironment\n"
+        b"[laststep 10:00:00] rank 0 on n1 lost contact: Connection closed by peer\n"
+        b"srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    oom = b"slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0\n"
+    for columns in (None, lambda: 80):
+        shown = LogFilter(columns)
+        assert [*shown.pass_on(others + oom + others[:9], now=100), *shown.pass_on(others[9:], now=101)] == [oom]
+
+
 def test_half_a_line() -> None:
     """The log may be read while a line is written; a user's unfinished line is shown at once, ours when it is whole."""
     progress = LogFilter(lambda: 80)

@@ -249,11 +249,21 @@ def test_the_first_error_is_the_last_line(terminal: Terminal) -> None:
     lines = said.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
     assert "tests/support/tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
+    assert "site-packages" not in said and "lost contact" not in said, said
+    assert "site-packages" in terminal.types("logs", "broken", "--traceback"), "it shows the frames that are folded"
     error, at, resume, debug = lines[-4:]
     assert re.fullmatch(r"error  rank \d on \S+: ValueError: a bad sample", error), said
     assert re.fullmatch(r"at     tasks.py, line \d+, in \w+", at), said
     assert re.fullmatch(r"next   .* resume \S*broken --local", resume), said
     assert re.fullmatch(r"debug  .* resume \S*broken --debug", debug), said
+
+
+def test_a_debugged_error_is_the_last_line(terminal: Terminal) -> None:
+    """Whoever leaves the debugger must not look for what to type next."""
+    said = terminal.types("--debug", "--name", "looked", "task=tests.support.tasks.Broken", *TINY, status=1)
+    error, _, resume, debug = said.splitlines()[-4:]
+    assert "error  rank 0 on" in error and said.count("Traceback") == 1, said
+    assert resume.endswith("looked --local") and debug.endswith("looked --debug"), said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
@@ -264,7 +274,9 @@ def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
     words = ["-m", "laststep", "--name", "wrong", "task=wrong.Wrong", f"launch.root={tmp_path / 'runs'}"]
     process = begin(tmp_path, [forked_python(), *words], {"PYTHONPATH": f"{PROJECT}:{tmp_path}"})
     said = "".join(end(process, 1))
-    assert said.count("ValueError: no luck") == 1 and said.count("Traceback") == 1, said
+    assert said.count("\nValueError: no luck") == 1 and said.count("Traceback") == 1, said
+    assert "attempt ended (failed) after step 0, no step lost: rank 0 on" in said.splitlines()[-2], said
+    assert "resume wrong --debug" in said.splitlines()[-1], said
 
 
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:
