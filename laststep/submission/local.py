@@ -163,6 +163,11 @@ class LocalRanks:
         patience.insist(lambda: record_abandoned_attempts(self._run, kept_step, continued_job=continued))
         return follows
 
+    def record_killed(self) -> None:
+        """Record the attempt that `send` has ended with SIGKILL, if it had begun."""
+        with contextlib.suppress(OSError):  # then the next attempt records it
+            record_abandoned_attempts(self._run, lambda: newest_step(self._run, _say))
+
     def send(self, number: signal.Signals) -> None:
         """Signal each of them that is alive; they do not start again after that."""
         with self._starting:
@@ -272,6 +277,7 @@ def run_local(config: Config, run: RunDir) -> int:
             time.sleep(POLL_S)
         log.update()
     if received.count(signal.SIGINT) > 1:
+        ranks.record_killed()
         return 130
     status = ranks.status()
     if status in (1, 2):

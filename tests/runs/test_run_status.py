@@ -196,6 +196,20 @@ def test_it_failed_before_its_ranks_began(run: RunDir) -> None:
     assert (found.state, found.why) == ("failed", f"job ended before its ranks began; see {log}")
 
 
+def test_a_fresh_job_was_not_requeued(run: RunDir) -> None:
+    """The queue is asked every 10 s, and a job starts within them. Three of three fresh jobs said `requeued`."""
+
+    def waits(submitted_at: float) -> Queue:
+        return Queue(NOW - 8, {"7": Job("PENDING", "None", None, submitted_at)})
+
+    write(run.attempt_now, attempt(start=NOW - 2))
+    assert status_of(run, waits(NOW - 9)).state == "running"
+    write(run.attempt_now)
+    write(run.attempts, attempt(0, "failed", start=NOW - 2))
+    assert status_of(run, waits(NOW - 9)).state == "stopping"
+    assert status_of(run, waits(NOW - 1)).state == "requeued", "to Slurm a requeue is a submission"
+
+
 def test_local_ranks_that_are_not_up_yet(run: RunDir) -> None:
     """They import torch for seconds before they lock the run. Such a run was shown as cancelled."""
     begun = {"job_id": f"local-20261122-080000-{os.getpid()}", "host": socket.gethostname()}
