@@ -96,7 +96,7 @@ def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
-    new = not run.config.exists()
+    new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:
         run_folders.create(config, given_by(machine))
     elif not new:

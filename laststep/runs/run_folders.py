@@ -124,9 +124,12 @@ def create(config: Config, given: Sequence[str] = ()) -> RunDir:
     """
     assert config.launch.name is not None
     root = Path(config.launch.root)
-    check_writable(root)
     run = RunDir(root / config.launch.name)
     patience = Patience(CREATE_S, lambda text: print(f"WARNING: {text}", file=sys.stderr))
+    try:
+        patience.insist(lambda: check_writable(root))
+    except OSError as error:  # before anything is made: nothing is removed
+        raise ConfigError(f"launch.root={root}: cannot be read: {error.strerror}") from None
     try:
         run.path.mkdir(parents=True)
         patience.insist(lambda: run.logs.mkdir(exist_ok=True))

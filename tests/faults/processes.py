@@ -26,7 +26,9 @@ SHOTS_PER_RUN = 6
 DELAY = 3  # of a moment's longest delay, this part: the moments of a start are over soon
 NO_FORKS_S = (0.5, 3.5)  # a moment, least and most
 APART_S, JUMP_S = 170, 3.0  # the clocks of two nodes, and how long until they jump
-REBOOT_S = 2.0
+# A node is back after tens of seconds at best. As it registers, Slurm kills what is left of its jobs elsewhere, so no
+# rank could be rescued if it took less than a rescue.
+REBOOT_S = 10.0
 
 
 def no_forks(threads: bool) -> Inject:

@@ -62,6 +62,7 @@ LOCAL = [
     hit("rank 0 #3", "create", "victim/attempts.jsonl.X.tmp", ENOSPC),
 ]
 JOB = [
+    hit("rank 0 #1", "stat", "", ESTALE),  # the folder of all runs, before this one's is made
     hit("rank 0 #1", "mkdir", "victim/logs", EIO, "done, but fails"),
     hit("rank 0 #1", "rename", "victim/attempt.json", ESTALE),
     hit("rank 0 #2", "open", "victim/config.yaml", ESTALE),
