@@ -460,7 +460,7 @@ class CustomLoop(Loop):
     def _validation_done(self, line: dict[str, Any]) -> None:
         """Write the line now, and save if these are the best weights. A collective."""
         self.engine.flush()
-        self.engine.progress.print_epoch(line)
+        self.engine.metrics.append([], self.engine.progress.of_epoch(line))
         if line["step"] == self.engine.position.step:
             best = self.engine.rank == 0 and self.engine.saves.would_be_best(line)
             self.engine.saves.due |= self.group.broadcast_bool(best)
