@@ -152,8 +152,7 @@ class CustomLoop(Loop):
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
-        if problem := self.shares.register(registered, averages_gradients or framework is not None):
-            raise self._misuse(problem)
+        self.shares.register(registered, averages_gradients or framework is not None)
         rehearses &= self.config.train.rehearsal and self.shares.total is None
         if rehearses and self.engine.size > 2:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
@@ -318,7 +317,11 @@ class CustomLoop(Loop):
         # Each rank writes a part of the state, so it must be the same on all.
         if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
             engine.spoil()
-            raise self._misuse(loop_rules.of_state(engine.position.step, difference))
+            raise self._misuse(
+                f"the registered state differs between ranks at step {engine.position.step}: {difference}. Every rank "
+                "must register the same values: average or broadcast them over the ranks first, or leave out what is "
+                "one rank's own"
+            )
 
     def state(self) -> State:
         """What the registered objects have to be when a run resumes here."""
