@@ -312,7 +312,7 @@ class CustomLoop(Loop):
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
         self._held.sync()
         engine = self.engine
-        if engine.size == 1 or engine.saves.saved.same_place(engine.position):
+        if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
         if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
@@ -493,7 +493,7 @@ class CustomLoop(Loop):
         if self.engine.rescuable:
             return True
         self.engine.saves.wait()  # nobody knows whether the framework's state is still that of the steps
-        return self.engine.saves.saved.same_place(self.engine.position)
+        return self.engine.saves.saved.same_moment(self.engine.position)
 
     def _restore_framework(self, framework: Framework) -> None:
         """Have the framework load what it has saved, if it has, and save from now on."""
