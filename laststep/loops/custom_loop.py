@@ -28,13 +28,12 @@ from laststep import compat
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
-from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite, is_extended
 from laststep.loops.gradients import rehearse
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
@@ -275,7 +274,7 @@ class CustomLoop(Loop):
             self._held.checkpoint = checkpoint
             self.engine.take_position(Position(**checkpoint.position))
             self._modes.resume(self.engine.position)
-            if self.engine.position.finished and _is_extended(checkpoint.manifest.config, self.config):
+            if self.engine.position.finished and is_extended(checkpoint.manifest.config, self.config):
                 self.engine.position.finished = False
 
     def train(self) -> bool:
@@ -527,14 +526,6 @@ class CustomLoop(Loop):
 
     def _call_function(self) -> Any:  # the probe looks at the stack above this
         return self.function(self)
-
-
-def _is_extended(before: str, now: Config) -> bool:
-    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
-    if not before:
-        return False
-    then = Config.parse(before).train
-    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)
 
 
 class CustomState:

@@ -554,6 +554,14 @@ class Engine:
         return {"position": asdict(self.position), **(self.loop.state() if held is None else held.state.state)}
 
 
+def is_extended(before: str, now: Config) -> bool:
+    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
+    if not before:
+        return False
+    then = Config.parse(before).train
+    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)
+
+
 def _is_due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
 
