@@ -21,7 +21,7 @@ from laststep.rundir import RunDir
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed_folder
 
-HOOKED = ("task=tests.loops.hooked_tasks.Hooked", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
+HOOKED = ("task=tests.loops.hooked_tasks.Hooked", "checkpoint.every_steps=3", "checkpoint.asynchronous=false")
 KILLED = -signal.SIGKILL
 
 
