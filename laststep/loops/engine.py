@@ -315,11 +315,10 @@ class Engine:
         with self.records_lock:
             earlier = self.position.metrics if self.position.measured == self.position.step else {}
             self.position.end_epoch(record)
-            self.metrics.append([record])
+            self.metrics.append([record], self.progress.of_epoch(record))
             self.position.metrics = {**earlier, **record}
             self.loop.epoch_written()
         self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
-        self.progress.print_epoch(record)
         self.progress.restart_clock()
 
     def save(self) -> None:
@@ -398,8 +397,7 @@ class Engine:
                 self.copies.count(each.step + 1, self.position, self.metrics.count + len(lines))
         self.readback.remove(len(measured))
         if lines:
-            self.metrics.append(lines)
-            self.progress.print_step(record)
+            self.metrics.append(lines, self.progress.of_step(record))
 
     def _checkpoint_info(self) -> CheckpointInfo:
         position = self.position
@@ -552,14 +550,6 @@ class Engine:
     def _frozen_state(self) -> dict[str, Any]:
         held = self.ring.held
         return {"position": asdict(self.position), **(self.loop.state() if held is None else held.state.state)}
-
-
-def is_extended(before: str, now: Config) -> bool:
-    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
-    if not before:
-        return False
-    then = Config.parse(before).train
-    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)
 
 
 def _is_due(count: int, every: int | None) -> bool:

@@ -24,7 +24,7 @@ from laststep.checkpoint.export import Weights
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
-from laststep.config.config import Config
+from laststep.config.config import Config, ends_elsewhere
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys
@@ -32,7 +32,7 @@ from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite, is_extended
+from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.initial_weights import fit, read_initial_weights
 from laststep.loops.learner import VAL, LateUpdate, Learner
 from laststep.loops.measured import as_numbers, finite
@@ -152,7 +152,8 @@ class TaskLoop(Loop):
         """The run may end later than when the checkpoint was saved, with the configuration `before`, in YAML. An end
         within an epoch has closed that epoch, which is now continued. Raises ConfigError for an earlier end."""
         position, total = self.engine.position, self.total_steps
-        position.finished = position.finished and not is_extended(before, self.config)
+        if before and ends_elsewhere(Config.parse(before), self.config):
+            position.finished = False
         done = position.step % self.order.steps_per_epoch
         if position.step > total:
             raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
