@@ -439,7 +439,7 @@ class TaskState:
             serialized_structure(Packed({"task": self.committed}, place).structure)
         except Exception as error:  # pickle and torch.load raise many kinds
             raise ConfigError(
-                f"task={name}: state_dict(): a checkpoint cannot hold that; return plain values, tensors, lists and dicts"
+                f"task={name}: state_dict(): a checkpoint cannot hold it; return plain values, tensors, lists, dicts"
             ) from error
 
     def capture(self, cuts_epoch: bool = False) -> None:

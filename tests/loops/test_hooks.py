@@ -119,7 +119,7 @@ def test_a_later_end_within_an_epoch(root: Path) -> None:
         ("none", "the validation set is a NoneType, without __len__ and __getitem__"),
         ("empty", "empty (52 training, 0 validation samples)"),
         ("nothing", "validation_step(): must return a dict with at least one value"),
-        ("object", "state_dict(): a checkpoint cannot hold that; return plain values, tensors,"),
+        ("object", "state_dict(): a checkpoint cannot hold it; return plain values, tensors, lists, dicts"),
         ("weights", "on_epoch_end(): it has changed the model, which only the steps may change"),
         ("frozen", "on_epoch_end(): it has changed the model, which only the steps may change"),
         ("log", "on_epoch_end(): must do the same on every rank; different: log.more"),
