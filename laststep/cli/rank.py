@@ -16,8 +16,8 @@ from laststep.attempt import user_error
 from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
-from laststep.cli.parsers import Parser, add_config, split
-from laststep.config.config import Config, find_config
+from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
@@ -77,24 +77,28 @@ def _main(args: argparse.Namespace, folders: Sequence[str], overrides: list[str]
         return _continue(Path(folders[0]), overrides)
     if args.name is not None:
         overrides.append(f"launch.name={args.name}")
+    source = config_of(args, overrides)
     if args.spawn is None:
-        return _train(args.config, overrides, args.site)
-    config = run_folders.with_root_and_name(_load(args.config, overrides, args.site), find_config(args.config).stem)
+        return _train(source, overrides, args.site)
+    config = _load(source, overrides, args.site)
+    config = run_folders.with_root_and_name(config, stem_of(source, config))
     overrides.append(f"launch.name={config.launch.name}")
-    return spawn(args.spawn, functools.partial(_train, args.config, overrides, args.site))
+    return spawn(args.spawn, functools.partial(_train, source, overrides, args.site))
 
 
-def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
+def _train(source: str | None, overrides: Sequence[str], site: str | None) -> int:
     """Start the run, or continue it, in this rank."""
     world = detect_world()
     config = _load(source, overrides, site)
-    stem = find_config(source).stem
+    stem = stem_of(source, config)
     if config.launch.name is None and world.launcher != "python":
         # All ranks, and the same job after a requeue, arrive at this name.
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
         config = dataclasses.replace(config, launch=named)
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
+    if world.rank == 0:
+        say(", ".join(submission.what_trains(config, source).split("\n")))
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:
@@ -155,7 +159,7 @@ def _load_started(run: RunDir, world: World) -> Config:
     return patience.insist(lambda: run_config.load(run, warn=lambda text: say(f"WARNING: {text}"), restore=True))
 
 
-def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:
+def _load(source: str | None, overrides: Sequence[str], site: str | None) -> Config:
     return Config.load(source, overrides, site or run_folders.site())
 
 

@@ -12,7 +12,9 @@ from laststep.cli.parsers import (
     add_key_options,
     add_overrides,
     add_ways,
+    config_of,
     overrides_of,
+    stem_of,
 )
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
@@ -47,25 +49,31 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from laststep.checkpoint.store import CheckpointStore
-    from laststep.config.config import Config, find_config
+    from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
     from laststep.runs import run_folders
     from laststep.submission import submission
 
-    way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    way, overrides, source, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None, None
     if args.source is None:
-        config = Config.load(args.config, overrides, args.site or run_folders.site())
-        stem = find_config(args.config).stem
+        begins = config_of(args, overrides)
+        config = Config.load(begins, overrides, args.site or run_folders.site())
+        stem = stem_of(begins, config)
     else:
+        if args.config is not None:
+            raise ConfigError(
+                f"--config {args.config}: --from {args.source} has a configuration already; leave this out"
+            )
         if args.site is not None:
             raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
         from laststep.submission import branch
 
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
-    machine = Machine(way, words=overrides, source=args.config if source is None else None)
+    machine = Machine(way, words=overrides, source=begins)
     config = submission.ready(config, machine, stem)
+    print(submission.what_trains(config, begins if source is None else f"of {source.name}", args.dry_run))
     if args.dry_run:
         return submission.show(config, here=machine.is_here)
     with run_folders.created(config, given_by(machine)) as folder:

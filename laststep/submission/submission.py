@@ -34,7 +34,7 @@ from laststep.config import checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
-from laststep.config.schema import without_gpus
+from laststep.config.schema import READY_MADE, without_gpus
 from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
 from laststep.records.metrics import newest_step
 from laststep.records.submissions import Submission, read_submissions
@@ -48,6 +48,8 @@ from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from laststep.submission.local import LocalJob
+
+WIDTH = 80  # of a terminal
 
 # Each room's checks. The first that fails is what the user reads, so the cheap ones come first, and Slurm last.
 NAME_CHECKS = (
@@ -172,6 +174,17 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
         from laststep.submission.local import LocalJob  # here, because it would slow down every submission
 
         return LocalJob(config, run)
+
+
+def what_trains(config: Config, source: str | None, comment: bool = False) -> str:
+    """The first line of every start: the configuration, the task and the folder of all runs; a line for each where that
+    would be wider than a terminal. `source` is the YAML file, None: the schema's defaults. `comment`: before YAML."""
+    data = f" ({config.model.name} on {config.data.name})" if config.task in READY_MADE else ""
+    parts = [f"config {source or 'none'}", f"task {config.task}{data}", f"runs in {short(config.launch.root)}"]
+    line = ", ".join(parts)
+    if comment or len(line) <= WIDTH:
+        return f"# {line}" if comment else line
+    return "\n".join([parts[0], *(f"       {part}" for part in parts[1:])])
 
 
 def show(config: Config, here: bool = False) -> int:
