@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from laststep import compat
+from laststep import compat, script
 from laststep.config.errors import ConfigError, nearest
 from laststep.say import command
 
@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for what is wrong."""
 
     passes_on = False  # whether the words after `--` are options of another program
+    takes_script = False  # whether a script may follow, with its own words
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -86,13 +87,15 @@ def add_config(parser: Parser) -> None:
 
 
 def config_of(args: argparse.Namespace, words: Sequence[str]) -> str | None:
-    """The YAML file that a new run begins with: the one that was named, else the project's own. None: a task was named
-    in the key=value `words`, and nothing else.
+    """The YAML file that a new run begins with: the one that was named, else the project's own. None: the key=value
+    `words` name a task or a script, which need none.
 
     Raises ConfigError where nothing says what to train: what trains by itself is a project, not Laststep's demo.
     """
     if args.config is not None:
         return str(args.config)
+    if any(word.startswith("script=") for word in words):
+        return None
     if os.path.isfile(OWN_CONFIG):
         return OWN_CONFIG
     from laststep.config.config import PACKAGED
@@ -110,10 +113,17 @@ def config_of(args: argparse.Namespace, words: Sequence[str]) -> str | None:
     )
 
 
+def add_script(parser: Parser) -> None:
+    """A script in place of a task, which `verbs.Verb.run` splits off: argparse sees no word of it."""
+    parser.takes_script = True
+
+
 def stem_of(source: str | None, config: Config) -> str:
-    """What a new run is named after: its configuration, or its task."""
+    """What a new run is named after: its script, its configuration, or its task."""
     from laststep.config.config import find_config
 
+    if config.script:
+        return script.stem_of(config.script)
     return ".".join(config.task.split(".")[-2:]) if source is None else find_config(source).stem
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from laststep import script
 from laststep.attempt import user_error
 from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
@@ -65,8 +66,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "words", nargs="*", metavar="key=value|FOLDER", help="set a configuration key, or continue a run"
     )
+    words, args_script = script.split(words)
     args = parser.parse_intermixed_args(words)
+    args.passed_on = args_script
     folders, overrides = split(args.words)
+    if args_script:
+        overrides.append(script.as_override(args_script))
     with only_owner_writes():
         return _main(args, folders, overrides)
 
@@ -168,6 +173,12 @@ def _check_same(config: Config, started: Config) -> None:
     # The folder of the data may be recorded as an absolute path, see `run_folders.with_absolute_data`.
     before = {key: value for key, _, value in fields_of(run_folders.with_absolute_data(started))}
     for key, _, value in fields_of(run_folders.with_absolute_data(config)):
+        if key == "script" and value != before[key]:
+            then = f"`{script.shown(before[key])}`" if before[key] else f"task={started.task}"
+            raise ConfigError(
+                f"{script.shown(value)}: {config.launch.name} was started as {then}, and a run keeps its words; choose "
+                "another --name, or begin another run with LASTSTEP_NEW=1"
+            )
         if value != before[key] and not key.startswith("launch."):
             raise ConfigError(
                 f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "

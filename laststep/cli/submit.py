@@ -11,6 +11,7 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
+    add_script,
     add_ways,
     config_of,
     overrides_of,
@@ -23,6 +24,9 @@ DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
 verbs (default: submit; for the help of a verb: {{program}} help VERB):
 {verb_list()}
+
+A script comes last, with its own words; so does a module, after -m:
+  {{program}} --nodes 2 train.py --lr 3e-4
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
 `{{program}} --dry-run` prints them all, with their values.
@@ -44,6 +48,7 @@ def add_arguments(parser: Parser) -> None:
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
     add_overrides(parser)
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
