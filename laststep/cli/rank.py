@@ -103,7 +103,7 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
     if world.rank == 0:
-        say(", ".join(submission.what_trains(config, source).split("\n")))
+        say(", ".join(submission.what_trains(config, source or "none").split("\n")))
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:

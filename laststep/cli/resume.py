@@ -101,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     known = 0 if args.dry_run else unanswered.check_has_no_job(folder, args.force)
     search = code_copy.search_path(folder, config, runs_copy=way not in (Way.LOCAL, Way.DEBUG))
     config = submission.ready(config, Machine(way, new=False, search=search, words=overrides))
-    print(submission.what_trains(config, run_folders.short(folder.config), args.dry_run))
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return submission.show(config, here=way in (Way.LOCAL, Way.DEBUG))
     with run_folders.reconfigured(folder, config):
-        return submission.start(config, folder, way, known)
+        return submission.start(config, folder, way, known=known)
 
 
 def _more_words(config: Config, words: Sequence[str]) -> list[str]:

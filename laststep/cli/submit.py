@@ -78,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
         config, stem = branch.configure(source, overrides), source.name
     machine = Machine(way, words=overrides, source=begins)
     config = submission.ready(config, machine, stem)
-    print(submission.what_trains(config, begins if source is None else f"of {source.name}", args.dry_run))
+    origin = (begins or "none") if source is None else f"of {source.name}"
     if args.dry_run:
-        return submission.show(config, here=machine.is_here)
+        return submission.show(config, origin, here=machine.is_here)
     with run_folders.created(config, given_by(machine)) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
-        status = submission.start(config, folder, way)
+        status = submission.start(config, folder, way, origin)
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status

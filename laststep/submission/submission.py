@@ -176,22 +176,24 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
         return LocalJob(config, run)
 
 
-def what_trains(config: Config, source: str | None, comment: bool = False) -> str:
+def what_trains(config: Config, source: str, comment: bool = False) -> str:
     """The first line of every start: the configuration, the task and the folder of all runs; a line for each where that
-    would be wider than a terminal. `source` is the YAML file, None: the schema's defaults. `comment`: before YAML."""
+    would be wider than a terminal. `source` is the YAML file as it was typed. `comment`: before YAML."""
     data = f" ({config.model.name} on {config.data.name})" if config.task in READY_MADE else ""
     what = f"script {script.shown(config.script)}" if config.script else f"task {config.task}{data}"
-    parts = [f"config {source or 'none'}", what, f"runs in {short(config.launch.root)}"]
+    parts = [f"config {source}", what, f"runs in {short(Path(config.launch.root))}"]
     line = ", ".join(parts)
     if comment or len(line) <= WIDTH:
         return f"# {line}" if comment else line
     return "\n".join([parts[0], *(f"       {part}" for part in parts[1:])])
 
 
-def show(config: Config, here: bool = False) -> int:
+def show(config: Config, source: str | None = None, here: bool = False) -> int:
     """--dry-run: print the configuration and the sbatch script, which `here`, with --local, does not exist; returns the
-    exit status."""
+    exit status. `source`: see `start`."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    if source is not None:
+        print(what_trains(config, source, comment=True))
     print(f"# {short(run.config)}\n{config.to_yaml()}")
     if here:
         print(f"# {counted(config.launch.world_size, 'rank')} on this machine")
@@ -206,15 +208,17 @@ def show_script(config: Config) -> int:
     return 0
 
 
-def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
+def start(config: Config, run: RunDir, way: Way, source: str | None = None, known: int = 0) -> int:
     """Start the ranks of a run whose folder exists, and print what becomes of it; returns the exit status.
 
-    `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
+    `source`: see `what_trains`; None for the run's own. `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
     """
     launch = config.launch
+    what = what_trains(config, source or short(run.config))
     if way in (Way.DEBUG, Way.LOCAL):
         from laststep.submission import local  # which takes a while to import, as `follow` does
 
+        print(what, flush=True)
         if way is Way.DEBUG:
             status = local.run_debug(config)
         else:
@@ -233,7 +237,7 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
     from laststep.runs.run_status import StatusReader, may_never_start
 
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
-    print(f"run    {run.name}")
+    print(f"{what}\nrun    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
     print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")
