@@ -23,7 +23,7 @@ from laststep.config.schema import Settings
 S = TypeVar("S")
 
 # What Laststep itself reads, whatever is trained. A name that ends in a dot stands for a whole section.
-ALWAYS = ("seed", "device", "task", "launch.", "checkpoint.")
+ALWAYS = ("seed", "device", "task", "script", "launch.", "checkpoint.")
 # What the ready-made loop around a Task reads besides, and the loop around a user's function.
 FOR_A_TASK = (*ALWAYS, "train.", "data.workers", "model.weights", "optim.clip_norm")
 FOR_A_FUNCTION = (

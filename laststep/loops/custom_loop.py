@@ -28,7 +28,7 @@ from laststep import compat
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
-from laststep.config.config import Config
+from laststep.config.config import Config, ends_elsewhere
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
@@ -98,8 +98,8 @@ class Framework:
     load: Callable[[Path], object]
 
 
-class LeaveFunction(BaseException):
-    """The ranks agreed to stop, and everything is saved. Not an Exception, so that the function does not catch it."""
+class LeaveFunction(SystemExit):
+    """The ranks agreed to stop, and everything is saved. Code that must run at an exit runs; nothing prints it."""
 
 
 class CustomLoop(Loop):
@@ -128,6 +128,7 @@ class CustomLoop(Loop):
         self._warned = False  # of an update before the steps
         self._modes = Modes(self.engine.progress.say)
         self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
+        self._has_epochs = False
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
         self.group.connect_alone()
 
@@ -169,8 +170,9 @@ class CustomLoop(Loop):
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`, from 0; the first may be half done."""
-        self._epochs = count
+        self._epochs, self._has_epochs = count, True
         for epoch in range(self.engine.position.epoch, count):
+            self._check_still_runs()
             self._function_epoch = epoch
             self._seed("epoch", epoch)
             yield epoch
@@ -178,6 +180,7 @@ class CustomLoop(Loop):
 
     def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
         """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
+        self._check_still_runs()
         position = self.engine.position
         count = self._begin_steps(loader, count)
         if not position.over:
@@ -242,6 +245,7 @@ class CustomLoop(Loop):
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader. The ranks can stop before each of them."""
+        self._check_still_runs()
         if self.phase in IN_BODY:
             self._logged.begin_validation(self.engine.position.step + (self.phase is Phase.UPDATING))
         else:
@@ -275,8 +279,11 @@ class CustomLoop(Loop):
             self._held.checkpoint = checkpoint
             self.engine.take_position(Position(**checkpoint.position))
             self._modes.resume(self.engine.position)
-            if self.engine.position.finished and _is_extended(checkpoint.manifest.config, self.config):
+            before = checkpoint.manifest.config
+            if self.engine.position.finished and before and ends_elsewhere(Config.parse(before), self.config):
                 self.engine.position.finished = False
+                if self.engine.position.one_epoch:  # which is longer now
+                    self.engine.position.reopen_epoch(begins_after=0)
 
     def train(self) -> bool:
         """Call the function. Raises ConfigError where it breaks a rule of docs/custom-loops.md."""
@@ -472,7 +479,7 @@ class CustomLoop(Loop):
         if self.phase is Phase.AFTER_STEPS:
             self.engine.end_epoch(self._epoch_record(include_open=True))
         with self.engine.records_lock:
-            self.engine.position.finished = True
+            self.engine.position.finished, self.engine.position.one_epoch = True, not self._has_epochs
             if result is not None:
                 self.engine.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
 
@@ -506,6 +513,11 @@ class CustomLoop(Loop):
         self.engine.save_last()
         raise LeaveFunction
 
+    def _check_still_runs(self) -> None:
+        """Raise LeaveFunction again if the function has caught it."""
+        if self.engine.saves.last:
+            raise LeaveFunction
+
     def _move(self, event: Event) -> None:
         self.phase = NEXT[self.phase, event]
 
@@ -527,14 +539,6 @@ class CustomLoop(Loop):
 
     def _call_function(self) -> Any:  # the probe looks at the stack above this
         return self.function(self)
-
-
-def _is_extended(before: str, now: Config) -> bool:
-    """Whether the run ended elsewhere by the configuration with which its checkpoint was saved, in YAML."""
-    if not before:
-        return False
-    then = Config.parse(before).train
-    return (then.epochs, then.max_steps) != (now.train.epochs, now.train.max_steps)
 
 
 class CustomState:

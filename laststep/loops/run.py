@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from laststep import script
 from laststep.config.args import checked_args, free_args
 from laststep.config.checks import check_no_sharding
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
-from laststep.loops.custom_loop import CustomLoop, Framework
+from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
 from laststep.task import args_parameter
 
@@ -219,6 +220,22 @@ class Run:
         self._loop.log(values)
 
 
+def make_script_loop(context: AttemptContext) -> CustomLoop:
+    """The loop around a script."""
+    words, name = context.config.script, script.name_of(context.config.script)
+
+    def call(loop: CustomLoop) -> None:
+        script.joined = Run(loop, free_args({}))
+        try:
+            script.run_as_main(words)
+        except SystemExit as error:
+            if loop.phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
+                raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None
+            raise
+
+    return CustomLoop(call, context)
+
+
 def loop_of(run: Run) -> CustomLoop:
     """The loop behind a Run, for the adapters of laststep.frameworks."""
     return run._loop
@@ -228,7 +245,12 @@ def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[C
     """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
     it."""
     args, takes_args = user_args(function, config.args)
-    return lambda loop: function(Run(loop, args), *([args] if takes_args else []))
+
+    def call(loop: CustomLoop) -> Any:
+        script.joined = run = Run(loop, args)
+        return function(run, *([args] if takes_args else []))
+
+    return call
 
 
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:

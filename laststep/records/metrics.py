@@ -22,6 +22,7 @@ WRITE_EVERY_S = 0.1  # how soon a line is in the file
 MOST_REFUSED = 10  # times in a row; then it is no passing failure
 CLOSE_S = 2.0
 _NUMBERS = {int, float}
+VALIDATED = ("val_", "test_")  # how the names of what a validation has measured begin
 CLOCK = ("time", "samples_per_s", "tokens_per_s", "mfu")  # fields that another run of the same training has otherwise
 
 

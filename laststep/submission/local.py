@@ -73,7 +73,7 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start them; the thread that does so, and calls `alive`, must outlive them, see `die_with_parent`."""
-        commit = code_copy.look_up(self._config.task, self._folder).commit
+        commit = code_copy.look_up(self._config, self._folder).commit
         run_folders.record_submission(self._run, self.job_id, commit=commit)
         self._start()
 
