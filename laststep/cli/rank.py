@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
+from laststep.cli.verbs import VERBS
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
@@ -57,6 +59,8 @@ def main(words: Sequence[str]) -> int:
     """Train in this process; returns the exit status, unless a stop's SystemExit carries it. Raises ConfigError."""
     if words[:1] == ["hello"]:
         return hello(words[1:])
+    if words and words[0] in (*VERBS, "--local", "--nodes") and not Path(words[0]).is_dir():
+        raise ConfigError(f"{words[0]}: `python -m laststep` is one rank of a run; type `{command(shlex.join(words))}`")
     parser = Parser(
         "python -m laststep", "One rank of a run, under any launcher.", EPILOG.replace("{command}", command())
     )

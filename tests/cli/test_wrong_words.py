@@ -57,7 +57,9 @@ def test_largest_number(slurm: Path, here: Path) -> None:
 
 
 def test_rank_of_no_run(here: Path) -> None:
-    """`python -m laststep` takes the folder of a run, or hello."""
+    """`python -m laststep` takes the folder of a run, or hello; a verb is answered with what to type instead."""
+    with pytest.raises(ConfigError, match=r"init: `python -m laststep` is one rank of a run; type `.* init demo`"):
+        rank.main(["init", "demo"])
     with pytest.raises(ConfigError, match=re.escape("helo: no such folder of a run; did you mean hello?")):
         rank.main(["helo"])
     (here / "runs" / "first").mkdir(parents=True)
