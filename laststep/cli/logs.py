@@ -15,7 +15,7 @@ from laststep.cli.parsers import Parser, add_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.run_logs import OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
+from laststep.runs.run_logs import BEGINS, OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
 from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
 from laststep.say import counted
 
@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="include the lines of submitit, srun and slurmstepd, and of ranks that only lost another one",
+        help="include the lines of submitit, srun and slurmstepd, and of ranks that only begin or lost another one",
     )
     parser.add_argument(
         "--traceback", action="store_true", help="only the error that ended the last attempt (or --attempt A), complete"
@@ -152,7 +152,11 @@ class _Printer:
         return self._args.grep is None or bool(self._args.grep.search(line.text))
 
     def _is_hidden(self, line: Line) -> bool:
-        return not self._args.all and bool(OF_OTHERS.match(line.text))
+        if self._args.all:
+            return False
+        everybody = self._args.rank is None and self._args.grep is None
+        # That the other ranks begin, too, is news only in a log of their own.
+        return bool(OF_OTHERS.match(line.text) or (everybody and line.rank and BEGINS.match(line.text.encode())))
 
     def print(self, lines: Iterable[Line]) -> None:
         """Print the lines, in colour on a terminal."""
