@@ -28,7 +28,8 @@ from tools.desk import PROJECT, copy_clone
 from tools.terminal import CODE, normalised, screen, watch
 
 PAGE = PROJECT / "docs" / "a-day.md"
-COLUMNS, HEAD, TAIL = 80, 7, 12  # lines at the start and the end of a long output
+COLUMNS, LONGEST = 80, 48  # lines of an output
+PROGRESS = re.compile(r"\.\.\.$|([ \d]+\| )?(\[laststep [\d:]+\] (step \d|epoch \d|saved step)|val_\w+ [\d.]+$)")
 BLOCK = re.compile(r"(?:<!-- (?P<note>.+?) -->\n\n?)?```(?P<kind>console|python)\n(?P<body>.*?)```\n", re.DOTALL)
 FILE = re.compile(r"# (\S+\.py)\n")
 AT = re.compile(r"at (?P<text>.+): (?P<what>Ctrl-C|kill)$")
@@ -125,7 +126,7 @@ def live(page: str) -> str:
                 lines = [line.replace(folder, "/home/you") for line in day.types(command, note)]
                 print("\n".join(lines), flush=True)
                 shown += [f"$ {command}", *shortened(lines)]
-            text = "\n".join(shown).rstrip()
+            text = "\n".join(shown)
             return found[0].replace(body, text + "\n")
 
         try:
@@ -135,13 +136,32 @@ def live(page: str) -> str:
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """The start and the end of a long output."""
-    return lines if len(lines) <= HEAD + TAIL + 1 else [*lines[:HEAD], "...", *lines[-TAIL:]]
+    """An output with the first and the last of the progress lines that follow each other; at most LONGEST lines."""
+    kept: list[str] = []
+    for line, after in zip(lines, [*lines[1:], ""]):
+        if kept and PROGRESS.match(line) and PROGRESS.match(after) and PROGRESS.match(kept[-1]):
+            kept += [] if kept[-1] == "..." else ["..."]
+        else:
+            kept.append(line)
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept if len(kept) <= LONGEST else [*kept[: LONGEST // 2], "...", *kept[-LONGEST // 2 :]]
 
 
 def printed(page: str) -> list[str]:
-    """What the commands of the page print, without what differs from day to day."""
-    return [line for found in BLOCK.finditer(page) if found["kind"] == "console" for line in normalised(found["body"])]
+    """What the commands of the page print, without what differs from day to day; lines that were wrapped are whole."""
+    lines: list[str] = []
+    for found in BLOCK.finditer(page):
+        before, ours = "", False
+        for line in found["body"].splitlines() if found["kind"] == "console" else ():
+            new = not line or line.startswith(("[laststep", "...", "$ "))
+            if ours and not new and len(before) <= COLUMNS <= len(before) + len(line.partition(" ")[0]):
+                lines[-1] += f" {line}"
+            else:
+                ours = line.startswith("[laststep")
+                lines.append(line)
+            before = line
+    return normalised("\n".join(lines))
 
 
 def main() -> None:

@@ -125,8 +125,12 @@ VOLATILE = (  # what differs each time: hosts, jobs and times of the local names
     (re.compile(r"\b(?:on|host) (?:vm|n\d|[\w.-]*\d[\w.-]*)(?=[ :,]|$)"), "on HOST"),
     (re.compile(r"(?:/[\w.+@-]+){2,}/?"), "PATH"),
     (re.compile(r"\d+(?:[.,:-]\d+)*(?:e[-+]?\d+)?[a-z]?\b%?"), "0"),
-    (re.compile(r"[━─╸╺█▏▎▍▌▋▊▉-]{2,}"), "-"),
+    (re.compile(r"[━─╸╺█▏▎▍▌▋▊▉]+|-{3,}"), "-"),
     (re.compile(r"\s+"), " "),
+    (
+        re.compile(r"(?<=step 0/0 epoch 0) .*|(?<=^time) .*|.* still waiting after .*|.* has ended$"),
+        "",
+    ),  # what may be left out
 )
 
 
