@@ -11,6 +11,7 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import escaped, leaves
+from laststep.config.reads import view
 
 
 class FreeArgs(SimpleNamespace):
@@ -76,6 +77,15 @@ def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"args.{error.full_key}: not set, and {schema.__name__} has no default for it") from None
     except Exception as error:  # the dataclass's own check, in __post_init__
         raise ConfigError(f"args: {schema.__name__} refuses them: {first_line(error)}") from None
+
+
+def user_args(settings: type | None, given: Mapping[str, Any], seen: set[str] | None = None) -> Any:
+    """The `given` settings, as an instance of the user's dataclass if there is one, else as attributes. The dotted key
+    of each that is read is added to `seen`. Raises ConfigError for settings that do not fit the dataclass."""
+    if settings is None:
+        return free_args(given, seen)
+    checked = checked_args(settings, given)
+    return checked if seen is None else view(checked, "args.", seen)
 
 
 def _thaw(tree: Any) -> None:

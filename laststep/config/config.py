@@ -85,6 +85,12 @@ class Config(Settings):
         temporary.replace(path)
 
 
+def changed_ends(before: Config, now: Config) -> list[str]:
+    """The keys that say where a run ends and that differ."""
+    names = (name for name in ("epochs", "max_steps") if getattr(before.train, name) != getattr(now.train, name))
+    return [f"train.{name}" for name in names]
+
+
 def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:
     """Apply each of `changes` to `config`; yields the changed configuration and its YAML. Raises ConfigError.
 

@@ -1,8 +1,8 @@
 """Which keys of its configuration a run reads: a key that was set and that nothing reads would change nothing.
 
-A task gets its configuration as a view that notes which keys are read. Nothing is concluded from source code. Code
-that takes a section or a mapping apart, as `dataclasses.asdict(config)` and `build(**config.model.args)` do, reads all
-of it.
+A task gets its configuration as a view that notes which keys are read, and so does a function, as `run.config`. Nothing
+is concluded from source code. Code that takes a section or a mapping apart, as `dataclasses.asdict(config)` and
+`build(**config.model.args)` do, reads all of it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,19 @@ class Reads:
         return [key for key in keys if not covers(by_laststep, key) and not self.has(key)]
 
 
+def for_a_function(config: Settings) -> tuple[str, ...]:
+    """What Laststep reads besides a user's function."""
+    # The other precisions say how the GPU multiplies, which is the same for every loop.
+    return FOR_A_FUNCTION if config.train.precision in ("bf16", "fp16") else (*FOR_A_FUNCTION, "train.precision")
+
+
+def declared(reads: Iterable[str] | None, settings: type | None = None) -> list[str]:
+    """What a task declares to read, as `covers` takes it: keys and sections, such as "model.name" and "data", and with
+    a dataclass of `settings` its args."""
+    sections = [name if "." in name else f"{name}." for name in reads or ()]
+    return [*sections, *([] if settings is None else ["args."])]
+
+
 def covers(names: Collection[str], key: str) -> bool:
     """Whether `names` contain a key, the section that it is in (a name with a dot at its end), or its mapping."""
     return any(key.startswith(name) if name.endswith(".") else f"{key}.".startswith(f"{name}.") for name in names)
@@ -94,20 +107,31 @@ _DEFAULTS = dict(leaves(dataclasses.asdict(Settings())))
 class GivenKeys:
     """The keys that the user has set for a run, and whether its task reads them."""
 
-    def __init__(self, task: str, given: Iterable[str], by_laststep: Collection[str]) -> None:
+    def __init__(
+        self, task: str, given: Iterable[str], by_laststep: Collection[str], declared: Collection[str] = ()
+    ) -> None:
+        """`by_laststep` is what Laststep reads for the task; what the task has `declared`, it may read late."""
         self.reads = Reads()
-        self._task, self._given, self._by_laststep = task, dict.fromkeys(given), by_laststep
+        self._task, self._given = task, dict.fromkeys(given)
+        self._by_laststep, self._declared = by_laststep, declared
 
-    def check(self) -> None:
-        """Once a task has built its data and its model, and has done a step on trial: raise ConfigError for a key that
-        it has not read. A setting of its own (args) may be read later, unless its name is that of another, misspelt."""
+    def add(self, keys: Iterable[str]) -> None:
+        """The user has set these as well, to resume the run."""
+        self._given |= dict.fromkeys(keys)
+
+    def problem(self, among: Collection[str] = ("",)) -> ConfigError | None:
+        """Once a task has built its data and its model, and has done a step: what to say of a key that it has not read,
+        of those in the sections `among`. A setting of its own (args) may be read later, unless its name is that of
+        another, misspelt."""
         for key in self._unread():
             asked = {read for read in self.reads.keys if read.startswith("args.")} - self._given.keys()
-            if not key.startswith("args.") or difflib.get_close_matches(key, asked, n=1, cutoff=0.8):
-                raise refusal(key, self._task, self.reads.keys)
+            may_be_late = key.startswith("args.") and not difflib.get_close_matches(key, asked, n=1, cutoff=0.8)
+            if not may_be_late and key.startswith(tuple(among)) and not covers(self._declared, key):
+                return refusal(key, self._task, self.reads.keys)
+        return None
 
     def late(self) -> list[str]:
-        """A line for each key that has not been read after the first validation either."""
+        """A line for each key that has not been read in the first epoch either."""
         return [
             f"WARNING: {key}: task={self._task} has not read it in the first epoch: does it change anything?"
             for key in self._unread()
@@ -158,6 +182,17 @@ def _fields(instance: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
 
 
+def _note_all(view: Any) -> None:
+    """Note all of a view: its own keys, and those of the sections and mappings in it."""
+    _, inner, notes, seen = object.__getattribute__(view, "_view")
+    seen.update(notes.values())
+    for value in inner.values():
+        if isinstance(value, _Mapping):
+            seen.add(value._key)
+        elif seen_by(value) is not None:
+            _note_all(value)
+
+
 @functools.cache
 def _view_class(kind: type) -> type:
     """The class of views of a dataclass's instances. A view says that it is of that dataclass itself, so that
@@ -166,9 +201,12 @@ def _view_class(kind: type) -> type:
 
     class View(kind):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            _, inner, notes, seen = get(self, "_view")
+            plain, inner, notes, seen = get(self, "_view")
             if name in notes:
                 seen.add(notes[name])
+            elif name == "__dict__":  # vars(config): all of it
+                _note_all(self)
+                return get(plain, name)
             return inner[name] if name in inner else kind if name == "__class__" else super().__getattribute__(name)
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -179,9 +217,8 @@ def _view_class(kind: type) -> type:
             inner[name] = value
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            plain, _, notes, seen = get(self, "_view")
-            seen.update(notes.values())
-            return copy.copy, (plain,)
+            _note_all(self)
+            return copy.copy, (get(self, "_view")[0],)
 
     View.__name__, View.__qualname__, View.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return View

@@ -6,17 +6,18 @@ import builtins
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from laststep.config.args import checked_args, free_args
+from laststep.config.args import user_args
 from laststep.config.checks import check_no_sharding
-from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
 from laststep.loops.custom_loop import CustomLoop, Framework
 from laststep.loops.engine import AttemptContext
+from laststep.records.plan import read_given
 from laststep.task import args_parameter
 
 
@@ -76,7 +77,9 @@ class Run:
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.device = loop.group.device
-        self.config = loop.config
+        self.config = loop.given.reads.watch(loop.config)
+        if loop.engine.probe is not None:
+            loop.engine.probe.variables.leave_out(args)
         self.name, self.folder = loop.run_dir.name, loop.run_dir.path
 
     @property
@@ -224,30 +227,24 @@ def loop_of(run: Run) -> CustomLoop:
     return run._loop
 
 
-def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[CustomLoop], Any]:
-    """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
-    it."""
-    args, takes_args = user_args(function, config.args)
-    return lambda loop: function(Run(loop, args), *([args] if takes_args else []))
-
-
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
-    check_no_sharding(context.config)
-    return CustomLoop(called_with_run(function, context.config), context)
+    """The loop around a function that has its own training loop: called with a Run and, if it takes them, with the
+    args. Raises ConfigError for args that do not fit it."""
+    config, parameter = context.config, args_parameter(function)
+    check_no_sharding(config)
+    settings = settings_of(function)
+    reads = declared(getattr(function, "reads", None), settings)
+    given = GivenKeys(config.task, read_given(context.run.given), for_a_function(config), reads)
+    args = user_args(settings, config.args, given.reads.keys)
+    takes = [args] if parameter is not None else []
+    return CustomLoop(lambda loop: function(Run(loop, args), *takes), context, given)
 
 
-def user_args(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The settings for this function, and whether it takes them as its second argument.
-
-    They are an instance of the dataclass with which that argument is annotated, if it is, else a FreeArgs. Raises
-    ConfigError for settings that do not fit the dataclass.
-    """
+def settings_of(function: Callable[..., Any]) -> type | None:
+    """The dataclass with which the second parameter of this function, `args`, is annotated; None if it is not."""
     parameter = args_parameter(function)
     annotation = None if parameter is None else _resolved(function, parameter)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return checked_args(annotation, given), True
-    return free_args(given), parameter is not None
+    return annotation if isinstance(annotation, type) and dataclasses.is_dataclass(annotation) else None
 
 
 def _resolved(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

@@ -25,7 +25,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.reads import FOR_A_TASK, GivenKeys
+from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
@@ -60,7 +60,7 @@ class TaskLoop(Loop):
 
         engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self._given = GivenKeys(config.task, read_given(context.run.given), read_for(task))
+        self._given = given_keys(task, config, read_given(context.run.given))
         self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
         datasets = open_datasets(config, self.task, group)
@@ -130,7 +130,7 @@ class TaskLoop(Loop):
         else:
             for step in (0, self.total_steps // 2, self.total_steps - 1):
                 self.learner.rates.at(step)
-        self._given.check()
+        self.engine.check_given(self._given)
 
     def _check_data(self, begins: bool) -> None:
         """Record what the run begins with, or raise ConfigError if these are not the data that it began with."""
@@ -343,9 +343,9 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
     return Datasets(train_set, val_set, train, val)
 
 
-def read_for(task: type[Task]) -> list[str]:
-    """The keys and sections that Laststep reads for a Task, and those that it has declared: it may read them late."""
-    return [*FOR_A_TASK, *(name if "." in name else f"{name}." for name in task.reads or ())]
+def given_keys(task: type[Task], config: Config, given: Sequence[str]) -> GivenKeys:
+    """Whether a Task reads the keys that the user has set."""
+    return GivenKeys(config.task, given, FOR_A_TASK, declared(task.reads, task.settings))
 
 
 def named(config: Config) -> str:
@@ -428,13 +428,14 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    keys = GivenKeys(config.task, given, read_for(task_class))
+    keys = given_keys(task_class, config, given)
     task = make_task(task_class, keys.reads.watch(config))
     datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
     learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
-    keys.check()
+    if problem := keys.problem():
+        raise problem
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes

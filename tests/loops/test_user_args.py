@@ -9,7 +9,8 @@ import pytest
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.run import user_args
+from laststep.config.args import user_args
+from laststep.loops.run import settings_of
 
 if TYPE_CHECKING:
     from laststep import Run
