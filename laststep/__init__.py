@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from laststep.task import Task
     from laststep.trainer import Trainer
 
+    def run() -> Run:
+        """See laststep.script.run."""
+
+
 __version__ = "0.2.0"
-__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "submit"]
+__all__ = ["Config", "Run", "Task", "Trainer", "load_weights", "run", "submit"]
 
 _MODULES = {
     "Config": "config.config",
@@ -23,6 +27,7 @@ _MODULES = {
     "Task": "task",
     "Trainer": "trainer",
     "load_weights": "runs.weights_source",
+    "run": "script",
     "submit": "submission.submission",
 }
 

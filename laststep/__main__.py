@@ -19,7 +19,7 @@ if __name__ == "__main__":
         sys.path[0] = os.path.dirname(folder)
     from laststep.cli.rank import main
     from laststep.config.errors import ConfigError
-    from laststep.ranks.fault import MeetingError
+    from laststep.ranks.fault import ONE_LINE
 
     words = sys.argv[1:]
     if words[:1] == ["--supervised"]:
@@ -31,6 +31,6 @@ if __name__ == "__main__":
         sys.path[0] = os.getcwd()
     try:
         sys.exit(main(words))
-    except (ConfigError, MeetingError) as error:
+    except ONE_LINE as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

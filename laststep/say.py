@@ -46,7 +46,7 @@ def command(words: str = "") -> str:
     path = sys.argv[0]
     if os.path.basename(path) == "launch.py":
         typed = f"{_python()} {shlex.quote(os.path.normpath(path))}"
-    elif os.path.basename(path) == "laststep":
+    elif os.path.basename(path) == "laststep" and not os.path.isdir(path):
         typed = "laststep" if shutil.which("laststep") == path else shlex.quote(path)
     elif COMMAND in os.environ:  # a rank
         typed = os.environ[COMMAND]

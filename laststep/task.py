@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
+from laststep import script
 from laststep.config.args import user_args
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -148,6 +149,8 @@ def find_task(config: Config) -> type[Task] | Callable[[Any], Any]:
 
     Raises ConfigError when it cannot be imported or is anything else.
     """
+    if config.script:
+        return functools.partial(script.run_as_main, config.script)
     path = READY_MADE.get(config.task, config.task)
     module, _, name = path.rpartition(".")
     try:

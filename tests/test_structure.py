@@ -17,6 +17,7 @@ from tests.support.project import PROJECT
 LAYERS = [
     {"say", "rundir", "compat"},
     {"config"},
+    {"script"},
     {"ranks"},
     {"records"},
     {"observe"},

@@ -42,7 +42,7 @@ from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
 from laststep.ranks.disk import look_anew
-from laststep.ranks.fault import BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
+from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
 from laststep.ranks.slurm import kill_wait_s
@@ -262,59 +262,58 @@ class Attempt:
         """
         state, world = self._state, self._state.world
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
-        # These explain themselves in one line; anything else needs its traceback.
-        one_line = isinstance(error, (ConfigError, DiskError, MeetingError, BadNode))
+        one_line = isinstance(error, ONE_LINE)
+        printed_later = one_line and (user_error.main_is_ours or world.in_users_program)
         details = str(error) if one_line else user_error.describe(error)
         # This error is the same on every rank, and names the ranks at fault.
         text = details if isinstance(error, DeviceConflict) else f"{rank} failed:\n{details}"
-        if not one_line and (user_error.main_is_ours or not world.in_users_program):
+        if not printed_later and (user_error.main_is_ours or not world.in_users_program):
             user_error.silence(error)
         if state.group is None:  # no other rank can be reached; they notice when they try to meet
             self._watchdog.close()
             step = state.start_step
             blamed = list(filter(None, [blamed_host(error, world.host_of(world.rank))]))
             record = record_end(state, "failed", step, step, error=text, retry=_may_pass(error, state), blamed=blamed)
-            if not one_line or (record and record["requeue"]):  # else it is printed as the process ends
-                say(text)
+            user_error.write_for_torchrun(text)
+            if not printed_later or (record and record["requeue"]):  # else the process ends without a message
+                user_error.say_error(text)
             print_hint(state, text)
             if record and isinstance(error, MeetingError):
                 end_srun(state)
         else:
-            record = self._end_with_others(error, rank, text)
+            record = self._end_with_others(error, rank, text, printed_later)
         if record is not None and record["requeue"]:
             # submitit would take any other exception for the end of the run and write it down as its result.
             raise SystemExit(1) from error
 
-    def _end_with_others(self, error: Exception, rank: str, text: str) -> AttemptRecord | None:
+    def _end_with_others(self, error: Exception, rank: str, text: str, printed_later: bool) -> AttemptRecord | None:
         """Report the error of this rank's main thread to the other ranks, and wait until the attempt has ended.
 
-        Returns the record of the attempt.
+        `printed_later`: as the process ends. Returns the record of the attempt.
         """
         from laststep.ranks.group import is_peer_loss  # imports torch
 
-        printed_in_main = isinstance(error, ConfigError) and user_error.main_is_ours
         self._end_by_fault.main_thread_failed()
         if is_peer_loss(error):
-            text = (
-                f"{rank} lost contact: {user_error.short(error)}"  # a traceback would hide the error of the other rank
-            )
-            fault = Fault("failed", text, cause=False)
+            # A traceback would hide the error of the other rank.
+            fault = Fault("failed", f"{rank} lost contact: {user_error.short(error)}", cause=False)
         else:
             state, world = self._state, self._state.world
             blames = blamed_host(error, world.host_of(world.rank))
             fault = Fault("failed", text, retry=_may_pass(error, state), blames=blames)
-            self._end_by_fault.set_own_failure(fault, to_say=not printed_in_main)
+            self._end_by_fault.set_own_failure(fault, to_say=not printed_later)
+            user_error.write_for_torchrun(text)
         self._watchdog.report(fault)
         self._end_by_fault.wait()
         deadline = Deadline(self._end_s, status=1)
         if self._last_exit is not None:  # a process group that has lost a rank may hang in its destructor
             self._last_exit.needed, self._last_exit.status = True, 2 if isinstance(error, ConfigError) else 1
-        if not printed_in_main and not (fault.cause and self._end_by_fault.is_about(fault)):
-            say(text)
+        if not printed_later and fault.cause and not self._end_by_fault.is_about(fault):
+            user_error.say_error(text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
         record = find_record(self._run_dir, self._state.world)
-        if printed_in_main and record is not None and record["requeue"]:  # then the process ends without a message
-            say(text)
+        if printed_later and record is not None and record["requeue"]:  # then the process ends without a message
+            user_error.say_error(text)
         deadline.cancel()
         return record
 

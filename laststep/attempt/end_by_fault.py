@@ -13,6 +13,7 @@ thread is doing, and also when the thread itself gets nothing done any more.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import threading
 import time
 import traceback
@@ -20,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from laststep.attempt import user_error
 from laststep.attempt.ending import (
+    CONTINUE_BY_HAND,
     EndReason,
     end_srun,
     ending_by_signal,
@@ -45,9 +48,10 @@ from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.watchdog import Neighbour
 from laststep.ranks.world import Gathered, World
+from laststep.records.attempt_record import in_one_line
 from laststep.records.attempts import find_record
 from laststep.records.retry import least_hopeful
-from laststep.say import counted, say
+from laststep.say import command, counted, say
 
 if TYPE_CHECKING:
     from laststep.loops.engine import Engine
@@ -217,7 +221,10 @@ class EndByFault:
         own = fault is self._own_failure
         # Rank 0's log, which is on the terminal, has every error in full; the others have their own.
         if self._says_own or not own:
-            say(fault.text if own or not state.world.rank else _in_one_line(fault.text))
+            if own or not state.world.rank:
+                user_error.say_error(fault.text)
+            else:
+                say(in_one_line(fault.text))
         if fault.reason in ("hung", "signal"):
             print_stacks()
         world = state.world
@@ -266,12 +273,6 @@ class EndByFault:
         say(f"no time left to save{advice}; the run will resume from its newest checkpoint")
         run_for(LAST_MOMENT_S / 2, record)  # in a thread: the disk may be what everything waits for
         exit_now()
-
-
-def _in_one_line(text: str) -> str:
-    """A fault's text, of an error with its traceback only what is above and below that."""
-    lines = text.strip().splitlines()
-    return " ".join(lines if len(lines) < 3 else (lines[0], lines[-1]))
 
 
 class Rescuer:
@@ -460,7 +461,12 @@ class Rescuer:
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry, blamed=blamed)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
-            say(f"attempt ended ({reason}) after step {end_step}, {lost}")
+            # One line has been said already, and is not repeated.
+            summary = f": {in_one_line(error)}" if "\nTraceback" in (error or "") else ""
+            say(f"attempt ended ({reason}) after step {end_step}, {lost}{summary}")
+            if not (state.world.on_slurm or state.world.supervised):  # else the command that waits says what to type
+                debug = command(f"resume {shlex.quote(state.run_dir.name)} --debug")
+                say(f"{CONTINUE_BY_HAND}; to debug: {debug}")
             print_hint(state, error or "")
             srun_ends = bool(blamed) and end_srun(state)
             actor = who_acts(state.world, fault, shell_killed, srun_ends)

@@ -150,9 +150,13 @@ class Rescue:
         self._update(unable=why)
 
     def missing(self, plan: Plan) -> list[int]:
-        """The ranks that have not signed in, not even after the plan was made."""
-        absent = (rank for rank in range(self._size) if rank not in plan.present)
-        return [rank for rank in absent if read_survivor(self._folder, rank, self._seal) is None]
+        """The ranks that have not signed in, not even after the plan was made; and those of which their supervisor says
+        that they were killed after that."""
+
+        def is_absent(rank: int) -> bool:
+            return rank not in plan.present and read_survivor(self._folder, rank, self._seal) is None
+
+        return [rank for rank in range(self._size) if is_absent(rank) or (exit_status(self._folder, rank) or 0) < 0]
 
     def close(self) -> None:
         """Stop the rounds."""

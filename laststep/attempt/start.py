@@ -16,8 +16,9 @@ from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape
+from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
-from laststep.loops.run import make_custom_loop
+from laststep.loops.run import make_custom_loop, make_script_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
@@ -109,6 +110,10 @@ def create_engine(
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
     closing.callback(export_world(group.world, group.host, port or 0))
     closing.callback(lend_group(group))
+    if state.config.script:
+        loop: TaskLoop | CustomLoop = make_script_loop(context)
+        state.engine = loop.engine
+        return loop.engine
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)

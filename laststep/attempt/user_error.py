@@ -1,15 +1,21 @@
-"""An exception in the log: once, and from the first line of the user's own code on."""
+"""An exception in the log: once, and only the lines of the user's own code."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import sys
 import sysconfig
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from laststep.config.errors import ConfigError
+from laststep.records.attempt_record import in_one_line
+from laststep.say import command, counted, say
 
 LASTSTEP = Path(__file__).resolve().parent.parent
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
@@ -25,7 +31,38 @@ def describe(error: BaseException) -> str:
     at = error.__traceback__
     while at is not None and not _is_users(at.tb_frame.f_code.co_filename):
         at = at.tb_next
-    return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))[-MOST_CHARACTERS:]
+    text = "".join(traceback.format_exception(type(error), error, at or error.__traceback__))
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    begin, _, _ = text[: MOST_CHARACTERS // 4].rpartition("\n")
+    _, _, end = text[-MOST_CHARACTERS * 3 // 4 :].partition("\n")
+    return f"{begin}\n  [...]\n{end}"
+
+
+def say_error(text: str) -> None:
+    """Print an error with its traceback, and in each traceback that comes to the user's code no other frames. The
+    record of the attempt has them all."""
+    say(_TRACEBACK.sub(_folded, text if text.endswith("\n") else f"{text}\n"))
+
+
+def _folded(traceback_: re.Match[str]) -> str:
+    frames = re.split(r"^(?=  File \")", traceback_[2], flags=re.MULTILINE)[1:]
+    files = [frame.split('"')[1] for frame in frames]
+    users = [frame for frame, file in zip(frames, files) if _is_users(file)]
+    if not users or len(users) == len(frames):
+        return traceback_[0]
+    others = ", ".join(dict.fromkeys(_library(file) for file in files if not _is_users(file)))
+    count = counted(len(frames) - len(users), "frame")
+    return f"{traceback_[1]}{''.join(users)}  ({count} of {others}: `{command('logs RUN --traceback')}`)\n"
+
+
+_TRACEBACK = re.compile(r"(^.*Traceback \(most recent call last\):\n)((?: .*\n)+)", re.MULTILINE)
+
+
+def _library(file: str) -> str:
+    """The name of the library that a file is of."""
+    installed = re.search(r"/(?:site|dist)-packages/(\w+)", file)
+    return installed[1] if installed else "laststep" if Path(file).resolve().is_relative_to(LASTSTEP) else "Python"
 
 
 def short(error: BaseException) -> str:
@@ -68,6 +105,21 @@ def silence(error: BaseException) -> None:
             hook(kind, value, at)
 
     sys.excepthook = print_others
+    error.in_log = True  # type: ignore[attr-defined]
+
+
+def is_silenced(error: BaseException) -> bool:
+    """Whether `silence` was called for this error."""
+    return hasattr(error, "in_log")
+
+
+def write_for_torchrun(text: str) -> None:
+    """Have torchrun, which ends with the error of the first rank that failed, print this one; elsewhere do nothing."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        line = in_one_line(text)
+        data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": data}))
 
 
 def _is_users(file: str) -> bool:

@@ -244,6 +244,7 @@ class Position:
     batches: int = 0  # steps done in the current epoch
     over: bool = False  # all steps of the current epoch are done, the code that follows them in the epoch is not
     measured: int = 0  # the step of the newest validation within an epoch
+    one_epoch: bool = False  # the loop that has returned has no run.epochs(...)
     finished: bool = False  # the loop has returned; `metrics` is its result
     modes: str = ""  # of its modules in the last step, see laststep.loops.loop_rules
 
@@ -256,6 +257,7 @@ class Position:
 
     def reopen_epoch(self, begins_after: int) -> None:
         """Undo `end_epoch`. `begins_after` is the last step before the epoch."""
+        self.batches = self.step - begins_after
         self.validated, self.epoch, self.records = begins_after, self.epoch - 1, self.records - 1
         self.loss_sum, self.loss_samples = self.cut_loss_sum, self.cut_loss_samples
 

@@ -15,7 +15,7 @@ from laststep.cli.parsers import Parser, add_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.run_logs import Line, MergedLogs, attempt_numbers
+from laststep.runs.run_logs import OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
 from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
 from laststep.say import counted
 
@@ -23,8 +23,6 @@ POLL_S = 1.0
 RANK_COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
 RED, YELLOW = 31, 33
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-# Lines of the programs that start the ranks. A process that ran out of memory is worth a line: nothing else shows it.
-OF_LAUNCHERS = re.compile(r"(submitit \w+ \(\d{4}-|(srun|slurmstepd)(-\S+)?: (?!.*(oom|out of memory)))", re.IGNORECASE)
 ERROR = re.compile(r"(error: |Traceback \(most recent|[\w.]+(Error|Exception)(:|$)|.* failed:$)|.*\bERROR\b")
 WARNING = re.compile(r".*(\bWARNING\b|Warning: )")
 
@@ -42,7 +40,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--grep", type=_regex, metavar="REGEX", help="only lines that match")
     parser.add_argument("--since", type=_moment, metavar="TIME", help="only lines written since then")
     parser.add_argument("-n", "--tail", type=_count, metavar="N", help="only the last N lines")
-    parser.add_argument("--all", action="store_true", help="include the lines of submitit, srun and slurmstepd")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="include the lines of submitit, srun and slurmstepd, and of ranks that only lost another one",
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="only the error that ended the last attempt (or --attempt A), complete"
+    )
     parser.add_argument(
         "-f", "--follow", action="store_true", help="keep printing, through every requeue, until the run ends"
     )
@@ -55,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     --follow ends with the run: 0 if it finished, 1 if it ended otherwise.
     """
     folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    if args.traceback:
+        return _print_error(folder, args.attempt)
     logs, reader, printer = MergedLogs(folder, args.rank), StatusReader(), _Printer(folder, args)
     if args.tail is not None and args.attempt is None and args.since is None:  # these need every line's time or attempt
         logs.skip_to_last(args.tail, printer.wants)
@@ -70,6 +77,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_error(folder: RunDir, attempt: int | None) -> int:
+    """Print the error of an attempt as it is recorded, with every frame of its traceback; returns the exit status."""
+    records = [record for record in records_of(folder) if record["error"] and attempt in (None, record["attempt"])]
+    if not records:
+        which = "no attempt" if attempt is None else f"attempt {attempt}"
+        raise ConfigError(f"--traceback: {which} of {folder.name} has recorded no error; see `status`")
+    print(records[-1]["error"])
+    return 0
+
+
 def _follow(folder: RunDir, args: argparse.Namespace, logs: MergedLogs, reader: StatusReader, printer: _Printer) -> int:
     waiting = WaitReport(_note)
     tail = args.tail
@@ -82,6 +99,8 @@ def _follow(folder: RunDir, args: argparse.Namespace, logs: MergedLogs, reader: 
         tail = None
         if ended:
             _note(f"{folder.name}: {status.state}{status.why and f', {status.why}'}")
+            if status.state == "failed":
+                print_cause(folder)
             return 0 if status.state == "finished" else 1
         waiting.update(status)
         time.sleep(POLL_S)
@@ -133,7 +152,7 @@ class _Printer:
         return self._args.grep is None or bool(self._args.grep.search(line.text))
 
     def _is_hidden(self, line: Line) -> bool:
-        return not self._args.all and bool(OF_LAUNCHERS.match(line.text))
+        return not self._args.all and bool(OF_OTHERS.match(line.text))
 
     def print(self, lines: Iterable[Line]) -> None:
         """Print the lines, in colour on a terminal."""

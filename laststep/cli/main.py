@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laststep.cli.verbs import DEFAULT, VERBS
-from laststep.config.errors import ConfigError, DiskError, nearest
+from laststep.config.errors import ConfigError, nearest
+from laststep.ranks.fault import ONE_LINE
 from laststep.records import former_names
 from laststep.say import command
 
@@ -44,7 +45,7 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except DiskError as error:
+    except ONE_LINE as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:

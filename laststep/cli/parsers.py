@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from laststep import compat
+from laststep import compat, script
 from laststep.config.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from laststep.config.config import Config
 
 # Options that set a configuration key: option -> (key, placeholder in --help, help).
 KeyOptions = Mapping[str, tuple[str, str, str]]
@@ -35,6 +38,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for what is wrong."""
 
     passes_on = False  # whether the words after `--` are options of another program
+    takes_script = False  # whether a script may follow, with its own words
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -69,7 +73,6 @@ def add_config(parser: Parser) -> None:
     """The options that name the YAML files of a configuration."""
     parser.add_argument(
         "--config",
-        default=OWN_CONFIG if os.path.isfile(OWN_CONFIG) else "mnist",
         metavar="NAME|PATH",
         help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist)",
     )
@@ -78,6 +81,27 @@ def add_config(parser: Parser) -> None:
         metavar="NAME|PATH",
         help="settings of this cluster: a name in configs/site/, or a YAML file (default: $LASTSTEP_SITE)",
     )
+
+
+def config_of(args: argparse.Namespace) -> str | None:
+    """The YAML file that a new run begins with; None for a script, whose configuration is its own words."""
+    if args.config is not None or args.passed_on:
+        return None if args.config is None else str(args.config)
+    return OWN_CONFIG if os.path.isfile(OWN_CONFIG) else "mnist"
+
+
+def add_script(parser: Parser) -> None:
+    """A script in place of a task, which `verbs.Verb.run` splits off: argparse sees no word of it."""
+    parser.takes_script = True
+
+
+def stem_of(source: str | None, config: Config) -> str:
+    """What a new run is named after: its script, or its configuration."""
+    from laststep.config.config import find_config
+
+    if config.script:
+        return script.stem_of(config.script)
+    return "run" if source is None else find_config(source).stem
 
 
 def add_key_options(parser: Parser, options: KeyOptions) -> None:

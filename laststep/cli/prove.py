@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from laststep import script
 from laststep.cli.parsers import (
     NEW_RUN_OPTIONS,
     Parser,
     add_config,
     add_key_options,
     add_overrides,
+    add_script,
+    config_of,
     overrides_of,
 )
 from laststep.config.config import Config
@@ -53,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
     add_overrides(parser)
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    config = Config.load(args.config, overrides_of(args, NEW_RUN_OPTIONS), args.site or run_folders.site())
+    config = Config.load(config_of(args), overrides_of(args, NEW_RUN_OPTIONS), args.site or run_folders.site())
     with _removed_at_the_end() as folder:
         config = _prepare(config, folder)
         ranks = config.launch.world_size
-        say(f"task   {config.task}")
+        say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
         say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
         say(f"folder {folder}, removed at the end")

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from laststep import script
 from laststep.attempt import user_error
 from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
-from laststep.cli.parsers import Parser, add_config, split
-from laststep.config.config import Config, find_config
+from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
@@ -65,8 +66,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "words", nargs="*", metavar="key=value|FOLDER", help="set a configuration key, or continue a run"
     )
+    words, args_script = script.split(words)
     args = parser.parse_intermixed_args(words)
+    args.passed_on = args_script
     folders, overrides = split(args.words)
+    if args_script:
+        overrides.append(script.as_override(args_script))
     with only_owner_writes():
         return _main(args, folders, overrides)
 
@@ -77,18 +82,20 @@ def _main(args: argparse.Namespace, folders: Sequence[str], overrides: list[str]
         return _continue(Path(folders[0]), overrides)
     if args.name is not None:
         overrides.append(f"launch.name={args.name}")
+    source = config_of(args)
     if args.spawn is None:
-        return _train(args.config, overrides, args.site)
-    config = run_folders.with_root_and_name(_load(args.config, overrides, args.site), find_config(args.config).stem)
+        return _train(source, overrides, args.site)
+    config = _load(source, overrides, args.site)
+    config = run_folders.with_root_and_name(config, stem_of(source, config))
     overrides.append(f"launch.name={config.launch.name}")
-    return spawn(args.spawn, functools.partial(_train, args.config, overrides, args.site))
+    return spawn(args.spawn, functools.partial(_train, source, overrides, args.site))
 
 
-def _train(source: str, overrides: Sequence[str], site: str | None) -> int:
+def _train(source: str | None, overrides: Sequence[str], site: str | None) -> int:
     """Start the run, or continue it, in this rank."""
     world = detect_world()
     config = _load(source, overrides, site)
-    stem = find_config(source).stem
+    stem = stem_of(source, config)
     if config.launch.name is None and world.launcher != "python":
         # All ranks, and the same job after a requeue, arrive at this name.
         named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
@@ -155,7 +162,7 @@ def _load_started(run: RunDir, world: World) -> Config:
     return patience.insist(lambda: run_config.load(run, warn=lambda text: say(f"WARNING: {text}"), restore=True))
 
 
-def _load(source: str, overrides: Sequence[str], site: str | None) -> Config:
+def _load(source: str | None, overrides: Sequence[str], site: str | None) -> Config:
     return Config.load(source, overrides, site or run_folders.site())
 
 
@@ -164,6 +171,12 @@ def _check_same(config: Config, started: Config) -> None:
     # The folder of the data may be recorded as an absolute path, see `run_folders.with_absolute_data`.
     before = {key: value for key, _, value in fields_of(run_folders.with_absolute_data(started))}
     for key, _, value in fields_of(run_folders.with_absolute_data(config)):
+        if key == "script" and value != before[key]:
+            then = f"`{script.shown(before[key])}`" if before[key] else f"task={started.task}"
+            raise ConfigError(
+                f"{script.shown(value)}: {config.launch.name} was started as {then}, and a run keeps its words; choose "
+                "another --name, or begin another run with LASTSTEP_NEW=1"
+            )
         if value != before[key] and not key.startswith("launch."):
             raise ConfigError(
                 f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from laststep import script
 from laststep.cli.parsers import (
     JOB_OPTIONS,
     LAUNCH_KEY,
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Continue a run in a new job, from its newest intact checkpoint. A finished run
-is continued only to a later end: train.epochs=N or train.max_steps=N."""
+is continued only to a later end: train.epochs=N or train.max_steps=N. Words
+after -- are added to those of the run's script."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what resume takes."""
+    parser.passes_on = True
     add_sweep(parser, "continue each run of this sweep that has not finished and has no job")
     parser.add_argument("run", metavar="RUN", nargs="?", help="name or folder of the run")
     add_key_options(parser, JOB_OPTIONS)
@@ -87,10 +91,12 @@ def run(args: argparse.Namespace) -> int:
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
                 f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
             )
-    config = run_config.load(folder, overrides, restore=not args.dry_run)
-    changed = run_config.changes(run_config.as_submitted(folder), config)
+    before = run_config.as_submitted(folder)
+    words = [*overrides, *_more_words(before, args.passed_on)]
+    config = run_config.load(folder, words, restore=not args.dry_run)
+    changed = run_config.changes(before, config)
     extended = {key: pair for key, pair in changed.items() if key in run_config.ENDS}
-    if not extended and _says_finished(folder, config):
+    if not extended and not args.passed_on and _says_finished(folder, config):
         return 0
     known = 0 if args.dry_run else unanswered.check_has_no_job(folder, args.force)
     search = code_copy.search_path(folder, config, runs_copy=way not in (Way.LOCAL, Way.DEBUG))
@@ -98,11 +104,21 @@ def run(args: argparse.Namespace) -> int:
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
         print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
+    if args.passed_on:
+        print(f"script {script.shown(config.script)}")
+        print(f"  was  {script.shown(before.script)}")
     _choose_code(folder, config, args.code, live=way in (Way.LOCAL, Way.DEBUG), dry_run=args.dry_run)
     if args.dry_run:
         return submission.show(config, here=way in (Way.LOCAL, Way.DEBUG))
     with run_folders.reconfigured(folder, config):
         return submission.start(config, folder, way, known)
+
+
+def _more_words(config: Config, words: Sequence[str]) -> list[str]:
+    """The `key=value` word that adds these words to those of the run's script. Raises ConfigError without a script."""
+    if words and not config.script:
+        raise ConfigError(f"-- {script.shown(words)}: words for a script, and this run is of task={config.task}")
+    return [script.as_override([*config.script, *words])] if words else []
 
 
 def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dry_run: bool) -> None:

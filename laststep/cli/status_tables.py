@@ -35,7 +35,7 @@ from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, reason_in, start_of
 from laststep.records.metrics import damaged_lines, metrics_in, newest_epoch
 from laststep.rundir import RunDir
-from laststep.runs.run_status import STATES, RunStatus, records_of, time_of
+from laststep.runs.run_status import STATES, RunStatus, records_of, settled, time_of
 
 COLOURS = {
     "running": "green",
@@ -206,7 +206,7 @@ def _totals(runs: Sequence[RunStatus]) -> Text:
 
 def run_view(run: RunDir, status: RunStatus, width: int | None) -> View:
     """One run: its row, its measures and files, damage in these, and its attempts with the reason of each failure."""
-    records = records_of(run)
+    records = settled(run, records_of(run), status.alive)
     table = FittedTable(_progress([status], 0), width)
     lines = [table.header, *table.rows(), Text()]
     for name, fact in _facts(run, status, records).items():

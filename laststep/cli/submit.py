@@ -11,8 +11,11 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
+    add_script,
     add_ways,
+    config_of,
     overrides_of,
+    stem_of,
 )
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
@@ -21,6 +24,9 @@ DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
 verbs (default: submit; for the help of a verb: {{program}} help VERB):
 {verb_list()}
+
+A script comes last, with its own words; so does a module, after -m:
+  {{program}} --nodes 2 train.py --lr 3e-4
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
 `{{program}} --dry-run` prints them all, with their values.
@@ -42,21 +48,23 @@ def add_arguments(parser: Parser) -> None:
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
     add_overrides(parser)
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from laststep.checkpoint.store import CheckpointStore
-    from laststep.config.config import Config, find_config
+    from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
     from laststep.runs import run_folders
     from laststep.submission import submission
 
-    way, overrides, source = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    way, overrides, source, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None, None
     if args.source is None:
-        config = Config.load(args.config, overrides, args.site or run_folders.site())
-        stem = find_config(args.config).stem
+        begins = config_of(args)
+        config = Config.load(begins, overrides, args.site or run_folders.site())
+        stem = stem_of(begins, config)
     else:
         if args.site is not None:
             raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
-    machine = Machine(way, words=overrides, source=args.config if source is None else None)
+    machine = Machine(way, words=overrides, source=begins)
     config = submission.ready(config, machine, stem)
     if args.dry_run:
         return submission.show(config, here=machine.is_here)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
-from laststep.cli.parsers import NEW_RUN_OPTIONS, Parser, add_config, add_key_options, add_overrides, overrides_of
+from laststep.cli.parsers import (
+    NEW_RUN_OPTIONS,
+    Parser,
+    add_config,
+    add_key_options,
+    add_overrides,
+    config_of,
+    overrides_of,
+    stem_of,
+)
 from laststep.config.errors import ConfigError
 from laststep.say import command, counted
 
@@ -31,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
-    from laststep.config.config import Config, find_config
+    from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
     from laststep.config.schema import Launch
@@ -48,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel {args.parallel}: must be at least 1")
     shared = [word for word in overrides if word not in varied]
-    config = Config.load(args.config, shared, args.site or run_folders.site())
+    source = config_of(args)
+    config = Config.load(source, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
     way = Way.DRY_RUN if args.dry_run else Way.SLURM
-    machine = Machine(way, sweep=True, words=overrides, source=args.config)
-    config = submission.ready(config, machine, stem=find_config(args.config).stem)
+    machine = Machine(way, sweep=True, words=overrides, source=source)
+    config = submission.ready(config, machine, stem=stem_of(source, config))
     if args.dry_run:
         names = list(sweep.plan(config, changes))
         print(f"# sweep {config.launch.name}: {counted(len(names), 'run')}")

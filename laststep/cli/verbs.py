@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
+from laststep import script
 from laststep.cli.parsers import Parser
 from laststep.config.errors import ConfigError
 from laststep.say import program
@@ -59,8 +60,12 @@ class Verb:
         """Parse the words after the verb and run it; returns the exit status. Raises ConfigError."""
         parser = self.parser()
         own, passed_on = _at_separator(words) if parser.passes_on else (words, [])
+        if parser.takes_script:
+            own, passed_on = script.split(words)
         args = parser.parse_intermixed_args(own)
         args.passed_on = passed_on
+        if parser.takes_script and passed_on:
+            args.overrides.append(script.as_override(passed_on))
         for word in getattr(args, "overrides", ()):
             if "=" not in word:
                 self._refuse(word, takes_run=hasattr(args, "run"))

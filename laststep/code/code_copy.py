@@ -29,7 +29,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec
 from itertools import starmap
 from pathlib import Path
 
-from laststep import compat
+from laststep import compat, script
 from laststep.code.task_check import find_spec
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -62,7 +62,7 @@ def copy_code(run: RunDir, config: Config) -> None:
     partial = aside(run.code)
     _remove_abandoned(run)
     root = Path(config.launch.root)
-    origin = look_up(config.task, working_folder(run))
+    origin = look_up(config, working_folder(run))
     try:
         ours, theirs = _files_of_laststep(root), list[Path]()
         _check_size(PROJECT, ours)
@@ -235,14 +235,18 @@ def origin_of(run: RunDir, config: Config) -> CodeOrigin:
     try:
         return CodeOrigin(**json.loads(_file(run.code).read_text()))
     except (OSError, ValueError, TypeError):  # no copy, or one that another version of Laststep has made
-        return look_up(config.task, working_folder(run))
+        return look_up(config, working_folder(run))
 
 
-def look_up(task: str, folder: Path) -> CodeOrigin:
-    """Find the code of a task that is named in `folder`."""
-    name = task.partition(".")[0]
-    spec = find_spec(name, [folder]) if "." in task else None
+def look_up(config: Config, folder: Path) -> CodeOrigin:
+    """Find the code of the task or the script that is named in `folder`."""
+    file = script.file_of(config.script, folder) if config.script else None
+    named = script.name_of(config.script) if config.script else config.task
+    name = named.partition(".")[0]
+    spec = find_spec(name, [folder]) if file is None and ("." in named or config.script) else None
     own = [(name, path) for path in _files_of(spec)] if spec else []
+    if file is not None:
+        own = [("", file.resolve())]
     repository = _repository(own[0][1], folder) if own else None
     editable = list(compat.editable_modules().items())
     modules = [str(path) for _, path in own + editable if repository and path.is_relative_to(repository)]
@@ -257,6 +261,14 @@ def look_up(task: str, folder: Path) -> CodeOrigin:
         commit=current_commit(git_folder),
         python_path=list(dict.fromkeys([".", *filter(None, inside)])),
     )
+
+
+def script_in(origin: CodeOrigin, run: RunDir, config: Config) -> Path | None:
+    """The file of the run's script in the copy of the code, or where it lies if it is not copied; None for a module."""
+    file = script.file_of(config.script, working_folder(run)) if config.script else None
+    if file is None or origin.repository is None or not file.resolve().is_relative_to(origin.repository):
+        return file
+    return run.code / file.resolve().relative_to(origin.repository)
 
 
 def changed_files(run: RunDir, config: Config) -> list[str]:

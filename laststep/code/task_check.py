@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from laststep import script
 from laststep.config.checks import check_batch, check_copies_of_task, check_no_sharding
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
@@ -32,6 +33,9 @@ def check(config: Config, machine: Machine) -> None:
     """Check that a task of the user's own exists, its optimiser unless it may make its own, and that it may read what
     the user has set. Raises ConfigError."""
     search = machine.places
+    if config.script:
+        check_script(config, search)
+        return
     if config.task not in READY_MADE:
         check_task(config.task, search)
         node = definition(config.task, search)[1]
@@ -41,6 +45,24 @@ def check(config: Config, machine: Machine) -> None:
             if not _may_make_optimizer(node):
                 check_optimizer(config.optim)
     check_keys(config, given_by(machine), search)
+
+
+def check_script(config: Config, search: Sequence[Path]) -> None:
+    """Check that the script exists, or the module, and that it knows Laststep. Raises ConfigError."""
+    check_no_sharding(config)
+    file = script.file_of(config.script, search[0])
+    if file is None:
+        if len(config.script) < 2:
+            raise ConfigError("script=-m: name the module: -m package.module")
+        module = config.script[1]
+        spec = _find(module, module, search)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = _find(module, f"{module}.__main__", search)
+        if spec is None:
+            raise ConfigError(f"-m {module}: no such module on the Python path ({search[0]}, ...)")
+        file = Path(str(spec.origin))
+    if file.suffix == ".py":
+        script.check_source(config.script, file)
 
 
 def check_task(path: str, search: Sequence[Path] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
-from laststep.config.schema import Settings
+from laststep.config.schema import SCRIPT, Settings
 from laststep.rundir import aside
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
@@ -72,7 +73,7 @@ class Config(Settings):
             config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             raise ConfigError(f"{error.full_key}: {first_line(error)}") from None
-        return config
+        return _with_script(config)
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML; loading it gives an equal Config."""
@@ -85,10 +86,19 @@ class Config(Settings):
         temporary.replace(path)
 
 
-def changed_ends(before: Config, now: Config) -> list[str]:
-    """The keys that say where a run ends and that differ."""
-    names = (name for name in ("epochs", "max_steps") if getattr(before.train, name) != getattr(now.train, name))
-    return [f"train.{name}" for name in names]
+def _with_script(config: Config) -> Config:
+    """The configuration in which `task` says that a script trains, if one does. Raises ConfigError."""
+    if config.script and config.task not in (Settings.task, SCRIPT):
+        raise ConfigError(f"script={shlex.join(config.script)}: task={config.task} would train too; leave one out")
+    if not config.script and config.task == SCRIPT:
+        raise ConfigError("task=script: name the script and its words: script=[train.py,--lr,3e-4]")
+    return dataclasses.replace(config, task=SCRIPT) if config.script else config
+
+
+def changed_ends(before: Settings, now: Settings) -> list[str]:
+    """The keys by which a run may end elsewhere now than before; the words of a script may say where it ends."""
+    ends = {"train.epochs": lambda of: of.train.epochs, "train.max_steps": lambda of: of.train.max_steps}
+    return [key for key, value in {**ends, "script": lambda of: of.script}.items() if value(before) != value(now)]
 
 
 def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -146,6 +147,8 @@ def value_of(key: str, kind: str | None, value: Any, written: Any) -> Any:
     """
     if key == TIME_KEY and isinstance(written, str) and not isinstance(value, (bool, float, type(None))):
         return minutes(written)
+    if key == "script" and isinstance(value, str):  # as one types it: "train.py --lr 3e-4"
+        return shlex.split(value)
     if kind == "list[str]" and isinstance(value, list):
         return [_text(*pair) for pair in zip(value, written)]
     if kind in TEXT or (key.startswith(f"{SBATCH_OPTIONS}.") and not isinstance(value, bool)):

@@ -24,6 +24,7 @@ READY_MADE = {
     "classification": "laststep.tasks.classification.Classification",
     "language": "laststep.tasks.language.Language",
 }
+SCRIPT = "script"  # the task of a run with `script`
 
 
 @dataclass
@@ -391,6 +392,11 @@ class Settings:
     task: str = setting(
         "classification",
         "what to train: classification, language, or package.module.Name of your own Task class or function",
+    )
+    script: list[str] = setting(
+        [],
+        "a script to train instead, and its own words: [train.py, --lr, 3e-4], or [-m, package.module]; it calls "
+        "laststep.run()",
     )
     args: dict[str, Any] = setting(
         {},

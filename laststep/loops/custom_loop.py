@@ -99,8 +99,8 @@ class Framework:
     load: Callable[[Path], object]
 
 
-class LeaveFunction(BaseException):
-    """The ranks agreed to stop, and everything is saved. Not an Exception, so that the function does not catch it."""
+class LeaveFunction(SystemExit):
+    """The ranks agreed to stop, and everything is saved. Code that must run at an exit runs; nothing prints it."""
 
 
 class CustomLoop(Loop):
@@ -131,6 +131,7 @@ class CustomLoop(Loop):
         self._warned = False  # of an update before the steps
         self._modes = Modes(self.engine.progress.say)
         self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
+        self._has_epochs = False
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
         self.group.connect_alone()
 
@@ -172,8 +173,9 @@ class CustomLoop(Loop):
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`, from 0; the first may be half done."""
-        self._epochs = count
+        self._epochs, self._has_epochs = count, True
         for epoch in range(self.engine.position.epoch, count):
+            self._check_still_runs()
             self._function_epoch = epoch
             self._seed("epoch", epoch)
             yield epoch
@@ -181,6 +183,7 @@ class CustomLoop(Loop):
 
     def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
         """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
+        self._check_still_runs()
         position = self.engine.position
         count = self._begin_steps(loader, count)
         if not position.over:
@@ -247,6 +250,7 @@ class CustomLoop(Loop):
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader. The ranks can stop before each of them."""
+        self._check_still_runs()
         if self.phase in IN_BODY:
             self._logged.begin_validation(self.engine.position.step + (self.phase is Phase.UPDATING))
         else:
@@ -283,8 +287,10 @@ class CustomLoop(Loop):
             if before := checkpoint.manifest.config:
                 self._changed_ends = changed_ends(Config.parse(before), self.config)
                 self.given.add(self._changed_ends)
-            if self._changed_ends:
+            if self.engine.position.finished and self._changed_ends:
                 self.engine.position.finished = False
+                if self.engine.position.one_epoch:  # which is longer now
+                    self.engine.position.reopen_epoch(begins_after=0)
 
     def train(self) -> bool:
         """Call the function. Raises ConfigError where it breaks a rule of docs/custom-loops.md."""
@@ -461,7 +467,7 @@ class CustomLoop(Loop):
     def _validation_done(self, line: dict[str, Any]) -> None:
         """Write the line now, and save if these are the best weights. A collective."""
         self.engine.flush()
-        self.engine.progress.print_epoch(line)
+        self.engine.metrics.append([], self.engine.progress.of_epoch(line))
         if line["step"] == self.engine.position.step:
             best = self.engine.rank == 0 and self.engine.saves.would_be_best(line)
             self.engine.saves.due |= self.group.broadcast_bool(best)
@@ -491,7 +497,7 @@ class CustomLoop(Loop):
         elif self._changed_ends:  # the run was to be longer, and no step was left
             self.engine.check_given(self.given, self._changed_ends)
         with self.engine.records_lock:
-            self.engine.position.finished = True
+            self.engine.position.finished, self.engine.position.one_epoch = True, not self._has_epochs
             if result is not None:
                 self.engine.position.metrics = as_numbers(f"task={self.config.task}: the result", result)
 
@@ -524,6 +530,11 @@ class CustomLoop(Loop):
         """Save everything, and leave the function."""
         self.engine.save_last()
         raise LeaveFunction
+
+    def _check_still_runs(self) -> None:
+        """Raise LeaveFunction again if the function has caught it."""
+        if self.engine.saves.last:
+            raise LeaveFunction
 
     def _move(self, event: Event) -> None:
         self.phase = NEXT[self.phase, event]

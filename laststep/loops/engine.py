@@ -327,11 +327,10 @@ class Engine:
         with self.records_lock:
             earlier = self.position.metrics if self.position.measured == self.position.step else {}
             self.position.end_epoch(record)
-            self.metrics.append([record])
+            self.metrics.append([record], self.progress.of_epoch(record))
             self.position.metrics = {**earlier, **record}
             self.loop.epoch_written()
         self.saves.due |= _is_due(record["epoch"], self.config.checkpoint.every_epochs)
-        self.progress.print_epoch(record)
         self.progress.restart_clock()
 
     def save(self) -> None:
@@ -410,8 +409,7 @@ class Engine:
                 self.copies.count(each.step + 1, self.position, self.metrics.count + len(lines))
         self.readback.remove(len(measured))
         if lines:
-            self.metrics.append(lines)
-            self.progress.print_step(record)
+            self.metrics.append(lines, self.progress.of_step(record))
 
     def _checkpoint_info(self) -> CheckpointInfo:
         position = self.position

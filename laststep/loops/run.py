@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from laststep import script
 from laststep.config.args import user_args
 from laststep.config.checks import check_no_sharding
 from laststep.config.errors import ConfigError
 from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
-from laststep.loops.custom_loop import CustomLoop, Framework
+from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
 from laststep.records.plan import read_given
 from laststep.task import args_parameter
@@ -222,6 +223,21 @@ class Run:
         self._loop.log(values)
 
 
+def make_script_loop(context: AttemptContext) -> CustomLoop:
+    """The loop around a script."""
+    words, name = context.config.script, script.name_of(context.config.script)
+
+    def call(run: Run) -> None:
+        try:
+            script.run_as_main(words)
+        except SystemExit as error:
+            if loop_of(run).phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
+                raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None
+            raise
+
+    return _make_loop(call, context, None, None)
+
+
 def loop_of(run: Run) -> CustomLoop:
     """The loop behind a Run, for the adapters of laststep.frameworks."""
     return run._loop
@@ -230,14 +246,25 @@ def loop_of(run: Run) -> CustomLoop:
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
     """The loop around a function that has its own training loop: called with a Run and, if it takes them, with the
     args. Raises ConfigError for args that do not fit it."""
-    config, parameter = context.config, args_parameter(function)
-    check_no_sharding(config)
-    settings = settings_of(function)
-    reads = declared(getattr(function, "reads", None), settings)
-    given = GivenKeys(config.task, read_given(context.run.given), for_a_function(config), reads)
+    check_no_sharding(context.config)
+    takes_args = args_parameter(function) is not None
+    call = (lambda run: function(run, run.args)) if takes_args else function
+    return _make_loop(call, context, getattr(function, "reads", None), settings_of(function))
+
+
+def _make_loop(
+    call: Callable[[Run], Any], context: AttemptContext, reads: Iterable[str] | None, settings: type | None
+) -> CustomLoop:
+    config = context.config
+    reads_late = declared(reads, settings)
+    given = GivenKeys(config.task, read_given(context.run.given), for_a_function(config), reads_late)
     args = user_args(settings, config.args, given.reads.keys)
-    takes = [args] if parameter is not None else []
-    return CustomLoop(lambda loop: function(Run(loop, args), *takes), context, given)
+
+    def begin(loop: CustomLoop) -> Any:
+        script.joined = run = Run(loop, args)
+        return call(run)
+
+    return CustomLoop(begin, context, given)
 
 
 def settings_of(function: Callable[..., Any]) -> type | None:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -70,11 +71,11 @@ class Progress:
         """Samples per second over all ranks, since the clock was last restarted."""
         return self._samples / max(time.perf_counter() - self._since, 1e-9)
 
-    def print_step(self, line: Mapping[str, Any]) -> None:
-        """Print a step's line of metrics.jsonl, in which a loss that is not finite is None. On a terminal, at most a
-        few a second: nobody reads more."""
+    def of_step(self, line: Mapping[str, Any]) -> Callable[[], None] | None:
+        """What prints a step's line of metrics.jsonl, in which a loss that is not finite is None. On a terminal, at
+        most a few a second: nobody reads more."""
         if not self.prints or time.perf_counter() < self._next_line_at:
-            return
+            return None
         if self._on_terminal:
             self._next_line_at = time.perf_counter() + TERMINAL_S
         seconds = time.perf_counter() - self._since
@@ -91,13 +92,13 @@ class Progress:
         else:
             counted = f"{self.throughput():,.0f} samples/s" if self._samples or not self._steps else ""
         rate = counted or f"{self._steps / max(seconds, 1e-9):,.3g} steps/s"
-        self.say("  ".join([*parts, rate, f"{duration(left_s)} left"]))
         if self._window_s > WINDOW_S:
             self._check_data_wait()
+        return partial(self.say, "  ".join([*parts, rate, f"{duration(left_s)} left"]))
 
-    def print_epoch(self, line: Mapping[str, Any]) -> None:
-        """Print an epoch's line of metrics.jsonl."""
-        self.say(_text(line))
+    def of_epoch(self, line: Mapping[str, Any]) -> Callable[[], None]:
+        """What prints an epoch's line of metrics.jsonl."""
+        return partial(self.say, _text(line))
 
     def print_result(self, metrics: Mapping[str, Any]) -> None:
         """Print the final metrics of the run."""

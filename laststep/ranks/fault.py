@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, DiskError
 
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
@@ -57,6 +57,10 @@ class BadNode(RuntimeError):
     def __init__(self, host: str, reason: str) -> None:
         super().__init__(f"{host}: {reason}")
         self.host = host
+
+
+# These explain themselves in one line; anything else needs its traceback.
+ONE_LINE = (ConfigError, DiskError, MeetingError, BadNode)
 
 
 def blamed_host(error: BaseException, host: str) -> str:

@@ -81,9 +81,14 @@ def start_of(record: AttemptRecord) -> str:
 
 
 def reason_in(error: str | None) -> str:
-    """An attempt's error in one line: the exception's last line, or which ranks are gone; empty without an error."""
-    lines = (error or "").strip().splitlines() or [""]
-    reason = lines[0] if ": gone (" in lines[0] else lines[-1]
+    """An attempt's error in one line, the first that matters: the exception below its traceback, whose text may have
+    further lines, of advice; else the first line of the text. Empty without an error."""
+    text = (error or "").strip()
+    head, _, rest = text.partition("\n")
+    exceptions = _EXCEPTION.findall(text)
+    reason = exceptions[-1] if exceptions and ": gone (" not in head else head
+    if reason.endswith(" failed:"):  # an error that explains itself in one line
+        reason = rest.partition("\n")[0]
     return "".join(letter if letter.isprintable() else " " for letter in reason)
 
 
@@ -93,6 +98,13 @@ def rank_in(error: str | None) -> str:
     return found[1] if found else ""
 
 
+def in_one_line(error: str | None) -> str:
+    """An attempt's error as `rank 1 on n2 failed: ValueError: bad sample (own.py, line 12, in step)`."""
+    head, reason, place = (error or "").strip().partition("\n")[0], reason_in(error), users_line_in(error)
+    whole = head if reason == head else f"{head} {reason}"
+    return f"{whole} ({place})" if place else whole
+
+
 def users_line_in(error: str | None) -> str:
     """The innermost line of the user's code in an attempt's error, as `own.py, line 12, in step`; empty where a
     traceback has none."""
@@ -100,9 +112,12 @@ def users_line_in(error: str | None) -> str:
     return f"{frames[-1][0].rpartition('/')[2]}, {frames[-1][1]}" if frames else ""
 
 
+_EXCEPTION = re.compile(r"Traceback.*\n(?: .*\n)*(\S.*)")
 _FRAME = re.compile(r'^ *File "(.+)", (line \d+, in .+)$', re.MULTILINE)
 _ROOMS = "attempt|checkpoint|cli|code|compat|config|data|frameworks|job|loops|observe|optim|ranks|records|runs|tasks"
-_NOT_THE_USERS = re.compile(rf"/(site|dist)-packages/|/lib/python3|/laststep/({_ROOMS})/|/laststep/\w+\.py$|^<")
+_NOT_THE_USERS = re.compile(
+    rf"/(site|dist)-packages/|/lib/python3|/laststep/({_ROOMS})/|/laststep/(say|task|trainer|rundir|__\w+__)\.py$|^<"
+)
 
 
 def read_attempts(path: Path) -> list[AttemptRecord]:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
@@ -46,7 +46,9 @@ class MetricsFile:
     (`rewrite_tail`).
 
     The training thread only adds to a list in memory, however slow the disk is. A thread of rank 0 writes what is new
-    every `WRITE_EVERY_S`. A save calls `sync` before it is committed, so no line of a checkpoint is ever missing.
+    every `WRITE_EVERY_S`. A save calls `sync` before it is committed, so no line of a checkpoint is ever missing. What
+    the log says of a step it says once the step's line is in the file: after SIGKILL of all ranks nothing else shows
+    how far they had come.
     """
 
     def __init__(self, path: Path, writes: bool) -> None:
@@ -56,6 +58,8 @@ class MetricsFile:
         self._checkpointed = 0  # records that the newest checkpoint includes
         self._lines_since: list[bytes] = []  # the lines after these
         self._written = 0  # records in the file
+        self._to_say: list[tuple[int, Callable[[], None]]] = []  # once so many records are in the file
+        self._refused = False  # the disk has refused the newest lines
         self._file: int | None = None  # its descriptor: see `append_only.replace` for why it stays open
         self._memory = threading.Lock()  # protects the fields above, and is never held while the disk is used
         self._disk = threading.Lock()  # held to write: the writer thread and a save take turns
@@ -83,12 +87,14 @@ class MetricsFile:
         if self._writes:
             self._thread.start()
 
-    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line per record, soon also to the file."""
+    def append(self, records: Iterable[Mapping[str, Any]], then: Callable[[], None] | None = None) -> None:
+        """Add a line per record, soon also to the file; and `then`, in another thread, call that."""
         lines = _lines(records)
         with self._memory:
             self._lines_since += lines
             self.count += len(lines)
+            if then is not None and self._writes:
+                self._to_say.append((self.count, then))
 
     def sync(self) -> None:
         """Make every line survive a power cut. Call before a checkpoint is committed. Raises OSError, also if another
@@ -98,6 +104,7 @@ class MetricsFile:
             os.fsync(file)
             if not append_only.is_at(self.path, file):
                 raise OSError(errno.ESTALE, "another process has replaced this file", str(self.path))
+        self._say_written()
 
     def mark_checkpointed(self, count: int) -> None:
         """A checkpoint that includes the first `count` records is committed: they need not stay in memory."""
@@ -113,6 +120,7 @@ class MetricsFile:
         file = append_only.replace(self.path, kept, tail)
         with self._memory:
             self._file, self._written = file, count
+        self._say_written()
 
     def close(self) -> None:
         """Write what is left and end the thread; the disk may take `CLOSE_S`."""
@@ -125,11 +133,15 @@ class MetricsFile:
         closed = False
         while not closed:
             closed = self._closed.wait(WRITE_EVERY_S)
-            with (
-                self._disk,
-                contextlib.suppress(OSError),
-            ):  # what a full disk refuses stays in memory until the next try
-                self._write()
+            try:
+                with self._disk:
+                    self._write()
+                self._refused = False
+            except OSError as error:  # what a full disk refuses stays in memory until the next try
+                if not self._refused:
+                    say(f"WARNING: {self.path}: {error.strerror}: what follows is kept in memory, and tried again")
+                self._refused = True
+            self._say_written()
         with self._disk, self._memory:
             if self._file is not None:
                 os.close(self._file)
@@ -148,6 +160,15 @@ class MetricsFile:
             with self._memory:
                 self._written = max(self._written, count)
         return file
+
+    def _say_written(self) -> None:
+        """Say what is due: of steps in the file; of all while the disk refuses, as the log may be elsewhere."""
+        with self._memory:
+            until = self.count if self._refused else self._written
+            due = [then for count, then in self._to_say if count <= until]
+            self._to_say = self._to_say[len(due) :]
+        for then in due:
+            then()
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> list[bytes]:

@@ -56,7 +56,7 @@ from typing import NamedTuple
 
 from laststep.config.schema import Launch
 from laststep.ranks.fault import Retry
-from laststep.records.attempt_record import AttemptRecord, EndedAttempt, users_line_in
+from laststep.records.attempt_record import AttemptRecord, EndedAttempt, reason_in, users_line_in
 from laststep.records.submissions import SubmissionRecord
 
 FAILURES = ("failed", "hung", "lost")
@@ -158,7 +158,7 @@ def error_place(error: str | None) -> str:
     """Where the user's code has failed, as `KeyError at own.py, line 12`; empty for what is no traceback, or for an
     error that may pass: of a node, the network, the disk or CUDA."""
     text = (error or "").rstrip()
-    last = next((line for line in reversed(text.splitlines()) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
+    last = reason_in(text)
     name = last.partition(":")[0].rpartition(".")[2]
     place = users_line_in(text).rpartition(", in ")[0]
     if not place or not name or name in _PASSING_TYPES or _PASSING_TEXT.search(last):

@@ -42,7 +42,7 @@ LATER_KEYS = (
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
-    *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs", "train.sanity"),
+    *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs", "train.sanity", "script"),
 )
 # Keys whose default has changed since the first version, with the former one.
 FORMER_DEFAULTS = {"train.deterministic": False}

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, rank_in, read_ended_attempts, reason_in, users_line_in
 from laststep.records.metrics import newest_step
 from laststep.records.plan import read_plan
@@ -36,8 +37,15 @@ if TYPE_CHECKING:
 
 BAR_EVERY_S = 0.5  # between two updates of the bar
 PROGRESS_EVERY_S = 0.25  # between two progress lines on a terminal
-OUR_MARK = b"[laststep "
+MAY_BE_DROPPED = (b"[", b"s")  # how a line begins that is a progress line, or one of OF_OTHERS
 PROGRESS = re.compile(rb"\[laststep [\d:]+\] step \d+/\d+ ")
+# What --follow and `logs` leave out: lines of the programs that start the ranks, and of ranks that have lost another
+# one, of which the record says more. A process that ran out of memory is worth a line: nothing else shows it.
+OF_OTHERS = re.compile(
+    r"submitit \w+ \(\d{4}-|(srun|slurmstepd)(-\S+)?: (?!.*(oom|out of memory))"
+    r"|\[laststep [\d:]+\] rank \d+ on \S+ lost contact: ",
+    re.IGNORECASE,
+)
 # What a progress line leaves out on a narrow terminal, in this order. The bar below it shows most of it.
 GIVES_WAY = (b" left", b" samples/s", b"grad norm ", b"epoch ", b"lr ")
 
@@ -50,14 +58,14 @@ class LiveLog:
         self._offset = 0  # bytes of the log that were read
         self._bar_updated_at = 0.0
         self._bar = None
-        self._filter: ProgressFilter | None = None
+        self._filter = LogFilter()
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, transient=True)
             self._task = self._bar.add_task("", total=None)
-            self._filter = ProgressFilter(lambda: shutil.get_terminal_size().columns)
+            self._filter = LogFilter(lambda: shutil.get_terminal_size().columns)
 
     def __enter__(self) -> LiveLog:
         if self._bar:
@@ -65,8 +73,7 @@ class LiveLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._filter:
-            _print(self._filter.rest())
+        _print(self._filter.rest())
         if self._bar:
             with contextlib.suppress(OSError):
                 self._bar.stop()
@@ -83,7 +90,7 @@ class LiveLog:
                 file.seek(self._offset)
                 data = file.read()
             self._offset += len(data)
-            _print(self._filter.pass_on(data, time.monotonic()) if self._filter else data.splitlines(keepends=True))
+            _print(self._filter.pass_on(data, time.monotonic()))
         if self._bar and time.monotonic() > self._bar_updated_at + BAR_EVERY_S:
             self._bar_updated_at = time.monotonic()
             plan = read_plan(self._run.plan)
@@ -97,17 +104,18 @@ class LiveLog:
                 self._bar.update(self._task, completed=step["step"], total=total, description=text)
 
 
-class ProgressFilter:
-    """Drops progress lines ("step N/M ...") that follow each other too fast, and nothing else.
+class LogFilter:
+    """Drops the lines that are `OF_OTHERS` and, for a terminal of so many `columns`, progress lines ("step N/M ...")
+    that follow each other too fast.
 
     The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
     the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the
-    terminal's `columns` is shortened.
+    terminal is shortened.
     """
 
-    def __init__(self, columns: Callable[[], int]) -> None:
+    def __init__(self, columns: Callable[[], int] | None = None) -> None:
         self._columns = columns
-        self._partial = b""  # the beginning of a line of ours, which may become a progress line
+        self._partial = b""  # the beginning of a line that may become one to drop
         self._held = b""  # the newest progress line, if it was not printed
         self._printed_at = -PROGRESS_EVERY_S
 
@@ -115,10 +123,12 @@ class ProgressFilter:
         """The lines to print, given what the log has gained since the last call; `now` is in seconds."""
         lines = (self._partial + data).splitlines(keepends=True)
         self._partial = b""
-        if lines and lines[-1].startswith(OUR_MARK) and not lines[-1].endswith(b"\n"):
+        if lines and lines[-1].startswith(MAY_BE_DROPPED) and not lines[-1].endswith(b"\n"):
             self._partial = lines.pop()
         for line in lines:
-            if PROGRESS.match(line):
+            if OF_OTHERS.match(line.decode(errors="replace")):
+                continue
+            if self._columns is not None and PROGRESS.match(line):
                 self._held = line
                 continue
             yield from self._release(now)
@@ -133,7 +143,7 @@ class ProgressFilter:
         return rest
 
     def _release(self, now: float) -> Iterator[bytes]:
-        if self._held:
+        if self._held and self._columns is not None:
             line, self._held, self._printed_at = self._held, b"", now
             yield fitted(line, self._columns())
 
@@ -188,15 +198,18 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
 
 def print_cause(run: RunDir, local: bool = False) -> None:
     """The last lines of a command whose run has failed: the first error of its last attempt, where in the user's code
-    that is, and what to type next. Above them are the logs, in which other ranks complain of the one that failed."""
+    that is, and what to type next. Above them are the logs, in which other ranks complain of the one that failed.
+    `local`: the run is to continue on this machine."""
+    jobs = jobs_of(run)
     for record in read_ended_attempts(run.attempts)[-1:]:
-        error = record["error"]
+        error = record["error"] if record["job_id"] == jobs[-1] else None  # else its ranks ended before they began
         if reason := reason_in(error):
             rank = rank_in(error)
             print(f"error  {rank}: {reason}" if rank else f"error  {reason}", file=sys.stderr)
         if line := users_line_in(error):
             print(f"at     {line}", file=sys.stderr)
-    print(f"next   {command(f'resume {typed(run)}')}{' --local' if local else ''}", file=sys.stderr)
+    here = " --local" if local or not any(map(is_job_id, jobs)) else ""
+    print(f"next   {command(f'resume {typed(run)}{here}')}", file=sys.stderr)
     print(f"debug  {command(f'resume {typed(run)} --debug')}", file=sys.stderr, flush=True)
 
 

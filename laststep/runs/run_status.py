@@ -7,6 +7,7 @@ ended. In the other order it would look lost.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -15,15 +16,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from laststep.checkpoint.store import newest_step as newest_checkpoint
 from laststep.config.errors import ConfigError
 from laststep.ranks import disk
 from laststep.ranks.process import lives_here
 from laststep.ranks.slurm import UNENDED, Partition, is_job_id, show_job, show_partitions
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, Reason, read_attempts, reason_in
+from laststep.records.attempts import ended_attempts
 from laststep.records.metrics import StepLine, is_step, last_lines, newest_step, steps_from
 from laststep.records.plan import read_plan
 from laststep.records.retry import FAILURES
@@ -123,6 +126,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     else:
         state = _state(run, job, submissions, records, queue)
     under_way = records[-1] if records and not records[-1]["reason"] else None
+    records = settled(run, records, state.word in ALIVE)
     steps = [line for line in last_lines(run.metrics) if is_step(line)]
     plan = read_plan(run.plan)
     step = steps[-1] if steps else None
@@ -171,6 +175,16 @@ def records_of(run: RunDir) -> list[AttemptRecord]:
     for record in reversed(left):
         if record["attempt"] not in {entered["attempt"] for entered in records}:
             records.append(record)
+    return records
+
+
+def settled(run: RunDir, records: list[AttemptRecord], alive: bool) -> list[AttemptRecord]:
+    """The `records` of a run; where none is `alive` that could end the last attempt, with that as the next attempt will
+    record it: lost, after the last step in metrics.jsonl."""
+    if alive or not records or records[-1]["reason"]:
+        return records
+    with contextlib.suppress(OSError):
+        return [*ended_attempts(run, lambda: newest_checkpoint(run, lambda _: None))]
     return records
 
 
@@ -246,7 +260,7 @@ def _state(
     newest = submissions[-1] if submissions and submissions[-1]["job_id"] == job.id else None
     last = last if last and last["job_id"] == job.id else None
     if not is_job_id(job.id):
-        return _not_on_slurm(run, job.id, newest, last)
+        return _not_on_slurm(run, job.id, newest, records)
     if job.unclear:
         return State("unknown", why_unclear(job.id))
     if job.found:
@@ -280,8 +294,9 @@ def is_finished(submissions: Sequence[SubmissionRecord], records: Sequence[Attem
     return all(line["job_id"] in known or line["time"] < records[-1]["start"] for line in submissions[-1:])
 
 
-def _not_on_slurm(run: RunDir, job_id: str, newest: SubmissionRecord | None, last: AttemptRecord | None) -> State:
-    """State and reason of a run whose ranks another launcher started, such as --local."""
+def _not_on_slurm(run: RunDir, job_id: str, newest: SubmissionRecord | None, records: Sequence[AttemptRecord]) -> State:
+    """State and reason of a run whose ranks another launcher started, such as --local, as the job of this id."""
+    last = records[-1] if records and records[-1]["job_id"] == job_id else None
     if at_work := disk.lock_holder(run.lock):
         return State("running", f"on {at_work.rpartition(' on ')[2]}")
     launcher_lives = newest is not None and _launcher_lives(job_id, newest)
@@ -293,7 +308,10 @@ def _not_on_slurm(run: RunDir, job_id: str, newest: SubmissionRecord | None, las
         return _without_job(last)
     if newest and newest["time"] > time.time() - JUST_STARTED_S and launcher_lives:
         return State("starting", "its ranks are not up yet")
-    return State("stopped", "ended before its ranks were up")
+    never_up = "ended before its ranks were up"
+    if not records:
+        return State("stopped", never_up)
+    return State(_without_job(records[-1]).word, f"the start after that attempt {never_up}")
 
 
 def _launcher_lives(job_id: str, submission: SubmissionRecord) -> bool:
@@ -306,11 +324,17 @@ def _launcher_lives(job_id: str, submission: SubmissionRecord) -> bool:
 
 def _in_queue(run: RunDir, job_id: str, job: Job, of_job: Sequence[AttemptRecord]) -> State:
     """State and reason of a run whose job is in the queue; `of_job` holds its attempts in that job."""
+    last = of_job[-1] if of_job else None
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "EXPEDITING", "SPECIAL_EXIT"):
-        return State("requeued" if of_job else "queued", job.reason)
+        if last is None:
+            return State("queued", job.reason)
+        began = last["job_start"] or last["start"]
+        if not job.submitted_at or job.submitted_at >= began:  # to Slurm a requeue is a submission
+            return State("requeued", job.reason)
+        # The queue was asked a few seconds ago, before the job started.
+        job = replace(job, state="RUNNING", starts_at=began)
     if job.state not in UNENDED:
         return State("stopping", job.state.lower())
-    last = of_job[-1] if of_job else None
     why = "" if job.state == "RUNNING" else job.state.lower()
     if last and not last["reason"] and _is_at_work(run, job_id, job, last):
         return State("running", why)

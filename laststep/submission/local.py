@@ -31,6 +31,7 @@ from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, session, started
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
@@ -71,7 +72,7 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start them; the thread that does so, and calls `alive`, must outlive them, see `die_with_parent`."""
-        commit = code_copy.look_up(self._config.task, self._folder).commit
+        commit = code_copy.look_up(self._config, self._folder).commit
         run_folders.record_submission(self._run, self.job_id, commit=commit)
         self._start()
 
@@ -161,6 +162,11 @@ class LocalRanks:
         continued = self.job_id if follows else None
         patience.insist(lambda: record_abandoned_attempts(self._run, kept_step, continued_job=continued))
         return follows
+
+    def record_killed(self) -> None:
+        """Record the attempt that `send` has ended with SIGKILL, if it had begun."""
+        with contextlib.suppress(OSError):  # then the next attempt records it
+            record_abandoned_attempts(self._run, lambda: newest_step(self._run, _say))
 
     def send(self, number: signal.Signals) -> None:
         """Signal each of them that is alive; they do not start again after that."""
@@ -271,6 +277,7 @@ def run_local(config: Config, run: RunDir) -> int:
             time.sleep(POLL_S)
         log.update()
     if received.count(signal.SIGINT) > 1:
+        ranks.record_killed()
         return 130
     status = ranks.status()
     if status in (1, 2):
@@ -279,7 +286,8 @@ def run_local(config: Config, run: RunDir) -> int:
 
 
 def run_debug(config: Config) -> int:
-    """Run one rank in this process; an error opens the post-mortem debugger where it was raised."""
+    """Run one rank in this process; an error opens the post-mortem debugger where it was raised. Returns the exit
+    status."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     folder = run_folders.working_folder(run)
     run_folders.record_submission(run, detect_world().job_id)
@@ -288,8 +296,10 @@ def run_debug(config: Config) -> int:
     user_error.main_is_ours = True
     try:
         Trainer(config)()
-    except ConfigError:
+    except ONE_LINE:
         raise
+    except SystemExit as leaving:  # stopped by a signal
+        return leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:
         import pdb  # here, because it would slow down every other command
 
@@ -439,4 +449,9 @@ def _kill_after(seconds: float, context: ProcessContext) -> None:
 
 def _rank(rank: int, ranks: int, job: str, work: Callable[[], int]) -> None:
     os.environ |= {"LASTSTEP_RANK": str(rank), "LASTSTEP_WORLD_SIZE": str(ranks), "LASTSTEP_JOB": job}
-    sys.exit(work())
+    try:
+        sys.exit(work())
+    except Exception as error:
+        if user_error.is_silenced(error):  # it is in the log
+            sys.exit(1)
+        raise

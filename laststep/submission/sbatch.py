@@ -25,8 +25,8 @@ from typing import Any, TypeVar, cast
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 
-from laststep import compat, say
-from laststep.code.code_copy import origin_of, python_path
+from laststep import compat, say, script
+from laststep.code.code_copy import origin_of, python_path, script_in
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -270,11 +270,14 @@ def rank_count(launch: Launch, counts: Sequence[int]) -> list[str]:
 
 def environment(config: Config, run: RunDir) -> list[str]:
     """Lines that set the ranks' environment."""
+    origin = origin_of(run, config)
+    file = script_in(origin, run, config)
     variables = {
         "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
-        "PYTHONPATH": python_path(origin_of(run, config), run.code),
+        "PYTHONPATH": python_path(origin, run.code),
         say.COMMAND: say.command(),
         WORKING_FOLDER: str(run_folders.working_folder(run)),
+        **({} if file is None else {script.FILE: str(file)}),
         **config.launch.env,
     }
     return [f"export {name}={_quote(value)}" for name, value in variables.items()]
@@ -312,6 +315,7 @@ def _quote(value: str) -> str:
 LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
+    script.FILE,
     *("LASTSTEP_RESTARTS", "LASTSTEP_STEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_", "LASTSTEP_BATCH_HOST"),
 )
 # Prefixes of the variables that any launcher may set for torch.

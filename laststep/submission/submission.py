@@ -36,7 +36,6 @@ from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import without_gpus
 from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
-from laststep.records.metrics import newest_step
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders, unanswered, weights_source
@@ -202,17 +201,19 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
         from laststep.submission import local  # which takes a while to import, as `follow` does
 
         if way is Way.DEBUG:
-            return local.run_debug(config)
-        print(f"run    {run.name}\nranks  {launch.world_size} on this machine\nfolder {short(run.path)}", flush=True)
-        status = local.run_local(config, run)
+            status = local.run_debug(config)
+        else:
+            ranks = f"ranks  {launch.world_size} on this machine"
+            print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
+            status = local.run_local(config, run)
         if status == 0:
             _print_result(run)
         elif status == 1:
             from laststep.runs.run_logs import print_cause
 
-            print_cause(run, local=True)
+            print_cause(run, local=way is Way.LOCAL)
         elif status > 128:
-            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --local')}")
+            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --{way.value}')}")
         return status
     from laststep.runs.run_status import StatusReader, may_never_start
 
@@ -251,14 +252,15 @@ def _how_far(run: RunDir) -> str:
 
     (start,) = read_submissions(run.submissions)[-1:]
     for end in records_of(run)[-1:]:
-        if end["job_id"] == start["job_id"] and end["reason"]:
-            saved = f"{counted(end['lost_steps'], 'step')} lost" if end["lost_steps"] else "every step is saved"
-            return f"stopped after step {end['end_step']}, {saved}; to continue"
-    # The ranks were killed, and recorded nothing.
-    done = (newest_step(run.metrics) or {"step": 0})["step"]
-    saved_step = max(CheckpointStore(run.checkpoints).steps(), default=0)
-    if done <= saved_step:
-        return f"killed after step {saved_step}, every step is saved; to continue"
-    if not saved_step:
-        return f"killed after step {done}, before the first checkpoint: nothing is saved; to start again"
-    return f"killed after step {done}: the newest checkpoint is of step {saved_step}, later steps are lost; to continue"
+        done, lost = end["end_step"], end["lost_steps"]
+        if end["job_id"] != start["job_id"] or not end["reason"]:
+            continue
+        if end["reason"] != "lost":
+            saved = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
+            return f"stopped after step {done}, {saved}; to continue"
+        if done == lost:
+            return f"killed after step {done}, before the first checkpoint: nothing is saved; to start again"
+        # It may have done steps that no file and no line of the log has.
+        saved = f"the newest checkpoint is of step {done - lost}, {counted(lost, 'step')} lost"
+        return f"killed after step {done}: {saved if lost else 'that one is saved'}; to continue"
+    return "ended before its first step; to continue"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from laststep.attempt import rescue as rescue_module
-from laststep.attempt.rescue import Rescue, Superseded, read_fields
+from laststep.attempt.rescue import Rescue, Superseded, gone_file, read_fields
 from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
 from laststep.checkpoint import files
 from laststep.checkpoint.files import CheckpointError
@@ -177,6 +177,17 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(disk, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
     monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
     yield lambda size: Stage(tmp_path, size)
+
+
+def test_a_rank_that_is_killed_in_the_rescue_is_named(stage: Callable[[int], Stage]) -> None:
+    """Under load the second of two ranks that were killed had already noticed the death of the first, and taken part.
+    The record named one of them, and blamed one node."""
+    here = stage(3)
+    leader, _ = here.survivor(0, 5), here.survivor(1, 5)
+    plan = Plan("rescue-0-1", 0, None, present=(0, 1))
+    assert leader.rescue.missing(plan) == [2]
+    gone_file(here.folder, 1).write_text("-9")
+    assert leader.rescue.missing(plan) == [1, 2]
 
 
 def dies() -> None:

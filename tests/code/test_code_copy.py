@@ -293,7 +293,7 @@ def test_where_python_looks(tmp_path: Path, run: RunDir, monkeypatch: pytest.Mon
     copy = tmp_path / "code"
 
     def path() -> list[str]:
-        return code_copy.python_path(code_copy.look_up("classification", Path.cwd()), copy).split(os.pathsep)
+        return code_copy.python_path(code_copy.look_up(Config(), Path.cwd()), copy).split(os.pathsep)
 
     assert path() == list(map(str, (copy, copy / "tests", "/own")))
     monkeypatch.chdir(tmp_path)

@@ -100,6 +100,8 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
     """For a wrong type, a number that is too small or a wrong choice, the message names the key and the value."""
     if key == "launch.time_min":
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be minutes, M:S, H:M:S, D-H")
+    elif key == "script":  # which may be typed as one word
+        assert refused(f"{key}={{a: 1}}").startswith("script.a: no such key")
     elif field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
     if not field.type.endswith("None"):

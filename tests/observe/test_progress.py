@@ -20,8 +20,9 @@ def test_a_terminal_gets_a_few_lines_a_second(
     now = shown._since
     for number in range(100):  # in one second
         monkeypatch.setattr(time, "perf_counter", lambda number=number: now + number / 100)
-        shown.print_step({"step": number, "epoch": 1, "loss": 0.5})
-    shown.print_epoch({"epoch": 1})
+        if print_it := shown.of_step({"step": number, "epoch": 1, "loss": 0.5}):
+            print_it()
+    shown.of_epoch({"epoch": 1})()
     said = capsys.readouterr().out
     assert "step 0/" in said and "epoch 1" in said.splitlines()[-1]
     assert said.count(" step ") == (4 if terminal else 100)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laststep.rundir import RunDir
-from laststep.runs.run_logs import LiveLog, ProgressFilter
+from laststep.runs.run_logs import LiveLog, LogFilter
 
 
 def step(number: int) -> bytes:
@@ -26,7 +26,7 @@ def numbers(lines: list[bytes]) -> list[int]:
 
 def test_a_few_progress_lines_a_second() -> None:
     """1,000 steps in ten seconds, a line each, read twenty times a second: four a second are shown, the last too."""
-    progress = ProgressFilter(lambda: 80)
+    progress = LogFilter(lambda: 80)
     shown: list[bytes] = []
     for poll in range(200):
         new = b"".join(step(number) for number in range(5 * poll + 1, 5 * poll + 6))
@@ -40,7 +40,7 @@ def test_a_few_progress_lines_a_second() -> None:
 
 def test_no_other_line_is_dropped() -> None:
     """Warnings, epochs and the user's own lines, in the order of the log, each after the newest progress line."""
-    progress = ProgressFilter(lambda: 80)
+    progress = LogFilter(lambda: 80)
     assert list(progress.pass_on(step(1), now=100)) == [step(1)]
     others = [EPOCH, b"loss step 3/4\n", b"[laststep 10:00:00] saved step 7\n", b"Traceback\n", b"error: bad\n"]
     log = b"".join([step(2), step(3), others[0], step(4), *others[1:], step(5)])
@@ -50,22 +50,35 @@ def test_no_other_line_is_dropped() -> None:
 
 def test_a_slow_run_shows_every_line() -> None:
     """A line that is due is shown at once, not with the next one."""
-    progress = ProgressFilter(lambda: 80)
+    progress = LogFilter(lambda: 80)
     for number in range(5):
         assert list(progress.pass_on(step(number), now=100.0 + number)) == [step(number)]
 
 
 def test_a_held_line_is_shown_when_it_is_due() -> None:
     """Also when nothing follows it: the next step may take minutes."""
-    progress = ProgressFilter(lambda: 80)
+    progress = LogFilter(lambda: 80)
     assert list(progress.pass_on(step(1) + step(2), now=100)) == [step(2)]
     assert list(progress.pass_on(step(3), now=100.1)) == []
     assert list(progress.pass_on(b"", now=100.3)) == [step(3)]
 
 
+def test_lines_of_others_are_dropped() -> None:
+    """The first error is what --follow ends with, not srun's, submitit's or a peer's complaint of it."""
+    others = (
+        b"submitit INFO (2026-11-21 09:59:59,1) - Starting with JobEnvironment\n"
+        b"[laststep 10:00:00] rank 0 on n1 lost contact: Connection closed by peer\n"
+        b"srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    oom = b"slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0\n"
+    for columns in (None, lambda: 80):
+        shown = LogFilter(columns)
+        assert [*shown.pass_on(others + oom + others[:9], now=100), *shown.pass_on(others[9:], now=101)] == [oom]
+
+
 def test_half_a_line() -> None:
     """The log may be read while a line is written; a user's unfinished line is shown at once, ours when it is whole."""
-    progress = ProgressFilter(lambda: 80)
+    progress = LogFilter(lambda: 80)
     assert list(progress.pass_on(b"10%", now=100)) == [b"10%"]
     assert list(progress.pass_on(step(1)[:30], now=101)) == []
     assert list(progress.pass_on(step(1)[30:], now=102)) == [step(1)]
@@ -86,7 +99,7 @@ def test_a_progress_line_fits_the_terminal(columns: int, shown: str) -> None:
     loss stay on any terminal."""
     whole = "epoch 10  loss 0.1234  lr 0.05  grad norm 1.25  12,345 samples/s  1h 02m left"
     begin = "[laststep 10:00:00] step 1234/5678  "
-    lines = list(ProgressFilter(lambda: columns).pass_on(f"{begin}{whole}\n".encode(), now=100))
+    lines = list(LogFilter(lambda: columns).pass_on(f"{begin}{whole}\n".encode(), now=100))
     assert lines == [f"{begin}{shown}\n".encode()]
 
 

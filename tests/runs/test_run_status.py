@@ -89,7 +89,13 @@ def run(tmp_path: Path) -> RunDir:
         (queued("COMPLETING"), [attempt(0, "finished")], None, "finished", ""),
         (queued("CONFIGURING"), [], None, "starting", "configuring"),
         (EMPTY, [attempt(0, "finished")], None, "finished", ""),
-        (EMPTY, [attempt(0, "failed", error="Traceback\n  ...\nValueError: bad")], None, "failed", "ValueError: bad"),
+        (
+            EMPTY,
+            [attempt(0, "failed", error="Traceback (most recent call last):\n  ...\nValueError: bad")],
+            None,
+            "failed",
+            "ValueError: bad",
+        ),
         (EMPTY, [attempt(0, "hung")], None, "failed", "a rank was stuck"),
         (EMPTY, [attempt(0, "cancelled")], None, "cancelled", ""),
         (EMPTY, [attempt(0, "timeout")], None, "stopped", "time limit"),
@@ -188,6 +194,20 @@ def test_it_failed_before_its_ranks_began(run: RunDir) -> None:
     log.write_text("bash: /no/such/python: No such file or directory")
     found = status_of(run, EMPTY)
     assert (found.state, found.why) == ("failed", f"job ended before its ranks began; see {log}")
+
+
+def test_a_fresh_job_was_not_requeued(run: RunDir) -> None:
+    """The queue is asked every 10 s, and a job starts within them. Three of three fresh jobs said `requeued`."""
+
+    def waits(submitted_at: float) -> Queue:
+        return Queue(NOW - 8, {"7": Job("PENDING", "None", None, submitted_at)})
+
+    write(run.attempt_now, attempt(start=NOW - 2))
+    assert status_of(run, waits(NOW - 9)).state == "running"
+    write(run.attempt_now)
+    write(run.attempts, attempt(0, "failed", start=NOW - 2))
+    assert status_of(run, waits(NOW - 9)).state == "stopping"
+    assert status_of(run, waits(NOW - 1)).state == "requeued", "to Slurm a requeue is a submission"
 
 
 def test_local_ranks_that_are_not_up_yet(run: RunDir) -> None:

@@ -4,6 +4,7 @@ the names of those in a clone of Laststep: `trainer`, `launch`, `tools`."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from laststep.checkpoint.export import weights_sha256
 from laststep.config.config import Config
 from laststep.records.submissions import read_submissions
+from tests.cli.test_script import TRAIN
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
 from tests.support.project import DEADLINE_S
@@ -61,6 +63,25 @@ def mine(user: User, tmp_path: Path) -> Iterator[User]:
     mine = User(user.cluster, folder / "runs", folder=folder)
     mine.env["PYTHONPATH"] = str(folder / "src")
     yield mine
+
+
+def test_a_script(mine: User) -> None:
+    """`launch.py --nodes 2 train.py`: preempted, one rank killed on top; the copy of the script runs, not what was
+    edited since; the weights are those of an undisturbed run."""
+    shutil.copy(TRAIN, mine.folder / "src" / "train.py")
+    words = ("src/train.py", "--steps", "60", "--lr", "0.02", "--pause", "0.05")
+    mine.types("--name", "script", "--nodes", "2", "launch.slurm.hold=true", "launch.env.DIE_IN=45", *words)
+    with (mine.folder / "src" / "train.py").open("a") as file:
+        file.write("\nraise SystemExit('edited since')\n")
+    mine.cluster.run("scontrol", "release", mine.job_of("script"))
+    mine.waits_for("script", "step 20/60")
+    mine.cluster.run("scontrol", "requeue", mine.job_of("script"))
+    records = mine.waits_for_end("script", "finished")
+    assert {record["lost_steps"] for record in records} == {0} and len(records) >= 2
+    assert "edited since" not in mine.types("logs", "script")
+    shutil.copy(TRAIN, mine.folder / "src" / "train.py")
+    mine.types("--local", "--tasks-per-node", "2", "--name", "undisturbed", "device=cpu", *words)
+    assert fingerprint(mine.run("script")) == fingerprint(mine.run("undisturbed"))
 
 
 def test_from_ones_own_repository(mine: User) -> None:

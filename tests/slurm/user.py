@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from laststep import script
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.slurm.cluster import Cluster
@@ -42,7 +43,8 @@ class User:
 
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""
-        command = [self.python, self.program, *words, f"launch.root={self.root}"]
+        ours, scripts = script.split(words) if "resume" not in words else (words, [])
+        command = [self.python, self.program, *ours, f"launch.root={self.root}", *scripts]
         done = subprocess.run(
             command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S
         )

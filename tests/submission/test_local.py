@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from laststep.data.catalog import MNIST_5K
+from laststep.ranks.disk import lock_holder
+from laststep.records.append_only import append_line
+from laststep.records.attempt_record import read_attempts
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
@@ -130,6 +134,43 @@ def test_second_ctrl_c_kills(plain: Terminal) -> None:
     assert launcher.returncode == 130
     assert not Path(f"/proc/{rank}").exists(), "no rank is left behind"
     assert re.search(r"killed after step \d+, before the first checkpoint: nothing is saved; to start again: .*", said)
+
+
+def test_a_printed_step_is_counted(plain: Terminal) -> None:
+    """A user who has read `step 3304` must find it in metrics.jsonl, and it must count as lost, if all ranks are
+    killed a moment later: the line of a step is printed once the step is in the file."""
+    endless = ("train.epochs=9999", "train.log_every=1", "checkpoint.every_steps=30", "launch.max_restarts=0")
+    launcher = plain.starts("--local", "--name", "dead", *TINY, *endless)
+    before = read_until(launcher, "saved step 30")
+    for rank in ranks_of(launcher):
+        os.kill(rank, signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=DEADLINE_S)
+    printed = max(map(int, re.findall(r" step (\d+)/", f"{before}{said}")))
+    (record,) = read_lines(plain.run("dead").attempts)
+    assert record["reason"] == "lost" and record["end_step"] >= printed, (record, printed)
+    in_file = {line["step"] for line in read_lines(plain.run("dead").metrics)}
+    assert printed in in_file and record["end_step"] - record["lost_steps"] >= 30
+
+
+def test_a_refused_resume_hides_no_attempt(plain: Terminal) -> None:
+    """A run that trained and was killed with its command has trained, and is lost, whatever was typed since: `status`
+    said that it `ended before its ranks were up`, and that its attempt lasted until now."""
+    launcher = plain.starts("--local", "--name", "gone", *LONG)
+    plain.waits_for_step("gone")
+    for rank in ranks_of(launcher):
+        os.kill(rank, signal.SIGKILL)
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE_S)
+    run = plain.run("gone")
+    wait_until(lambda: lock_holder(run.lock) is None, "the ranks live")
+    assert read_attempts(run.attempt_now), "nobody has recorded its end"
+    done = read_lines(run.metrics)[-1]["step"]
+    # A start whose ranks never came up, because they were refused.
+    append_line(run.submissions, json.dumps({"job_id": "local-20991122-080000-1", "time": time.time()}))
+    os.utime(run.metrics, (0, time.time() + 3600))  # the attempt lasted until its last sign, not until now
+    said = plain.types("status", "gone")
+    assert re.search(rf"\n +0  lost +0 to {done} +{done} ", said) and "  1h 0" in said, said
+    assert "the start after that attempt ended before its ranks were up" in said, said
 
 
 def test_ctrl_c_before_anything_is_up(plain: Terminal) -> None:
@@ -249,11 +290,21 @@ def test_the_first_error_is_the_last_line(terminal: Terminal) -> None:
     lines = said.splitlines()
     begins = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
     assert "tests/support/tasks.py" in lines[begins + 1] and said.count("Traceback") == 1, said
+    assert "site-packages" not in said and "lost contact" not in said, said
+    assert "site-packages" in terminal.types("logs", "broken", "--traceback"), "it shows the frames that are folded"
     error, at, resume, debug = lines[-4:]
     assert re.fullmatch(r"error  rank \d on \S+: ValueError: a bad sample", error), said
     assert re.fullmatch(r"at     tasks.py, line \d+, in \w+", at), said
     assert re.fullmatch(r"next   .* resume \S*broken --local", resume), said
     assert re.fullmatch(r"debug  .* resume \S*broken --debug", debug), said
+
+
+def test_a_debugged_error_is_the_last_line(terminal: Terminal) -> None:
+    """Whoever leaves the debugger must not look for what to type next."""
+    said = terminal.types("--debug", "--name", "looked", "task=tests.support.tasks.Broken", *TINY, status=1)
+    error, _, resume, debug = said.splitlines()[-4:]
+    assert "error  rank 0 on" in error and said.count("Traceback") == 1, said
+    assert resume.endswith("looked --local") and debug.endswith("looked --debug"), said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
@@ -264,7 +315,9 @@ def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
     words = ["-m", "laststep", "--name", "wrong", "task=wrong.Wrong", f"launch.root={tmp_path / 'runs'}"]
     process = begin(tmp_path, [forked_python(), *words], {"PYTHONPATH": f"{PROJECT}:{tmp_path}"})
     said = "".join(end(process, 1))
-    assert said.count("ValueError: no luck") == 1 and said.count("Traceback") == 1, said
+    assert said.count("\nValueError: no luck") == 1 and said.count("Traceback") == 1, said
+    assert "attempt ended (failed) after step 0, no step lost: rank 0 on" in said.splitlines()[-2], said
+    assert "resume wrong --debug" in said.splitlines()[-1], said
 
 
 def test_only_one_attempt_at_a_time(terminal: Terminal) -> None:

@@ -585,20 +585,26 @@ class Faulty(Classification):
                 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+class _Raises(nn.Module):
+    def forward(self, text: str) -> None:
+        raise ValueError(text)
+
+
 class Broken(Classification):
-    """Rank 1 fails in the first step of every attempt, as of a bug."""
+    """Rank 1, or the only one, fails in the first step of every attempt, as of a bug."""
 
     fails_at = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.steps = -1  # the first call is the warm-up's
-        self.fails = detect_world().rank == 1
+        world = detect_world()
+        self.fails = world.rank == min(1, world.size - 1)
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         self.steps += model.training
         if self.fails and self.steps == self.fails_at:
-            raise ValueError("a bad sample")
+            _Raises()("a bad sample")  # through torch's frames, as in a model
         return super().step(model, batch)
 
 
