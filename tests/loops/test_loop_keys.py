@@ -47,7 +47,7 @@ def check(folder: Path, source: str, *words: str) -> None:
         ("def main(run): ...\nmain.reads = KEYS", "model.name=mine"),
         ("def main(run): ...\nother.reads = ('optim.lr',)", "model.name=mine"),
         ("def main(run): ...\nmain.reads = ()", "checkpoint.every_steps=5"),
-        ("def main(run): ...\nmain.reads = ()", "train.precision=tf32"),
+        ("def main(run): ...\nmain.reads = ()", "train.precision=fp32"),
         ("def main(run): ...\nmain.reads = ()", "train.shares=2"),
         ("from elsewhere import main", "checkpoint.replicas=1"),
         ("@decorated\ndef main(run): ...\nmain.reads = ()", "optim.lr=0.2"),
@@ -164,7 +164,7 @@ def train(loop: Callable[..., None], root: Path, *words: str) -> None:
         (looping(lambda run: getattr(run.args, "lr", 1)), "args.lr=3"),
         (looping(lambda run: run.config.args["lr"]), "args.lr=3"),
         (looping(lambda run: vars(run.config)), "optim.lr=0.2"),
-        (looping(), "train.precision=tf32"),
+        (looping(), "train.precision=fp32"),
         (looping(), "checkpoint.every_steps=5"),
     ],
 )
