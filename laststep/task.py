@@ -6,6 +6,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -22,6 +24,30 @@ from laststep.optim.build import make_optimizer, scheduled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class EpochEnd:
+    """What `Task.on_epoch_end` is called with: an epoch that has ended and has been validated. The same on every rank,
+    but for `rank`."""
+
+    epoch: int  # from 1
+    step: int  # finished steps, from the start of the run
+    # The epoch's line of metrics.jsonl so far: train_loss, val_loss and so on; None for what is not finite.
+    metrics: Mapping[str, float | None]
+    model: nn.Module  # the one that was validated, so with train.ema_decay the average; in evaluation mode
+    rank: int
+    folder: Path  # the run's
+    logged: dict[str, Any] = field(default_factory=dict)
+    ends_run: bool = False
+
+    def log(self, **values: Any) -> None:
+        """Add numbers, or tensors of one element, to the epoch's line of metrics.jsonl. The same on every rank."""
+        self.logged |= values
+
+    def end_run(self) -> None:
+        """Finish the run with this epoch, as if it were the last one. On every rank, or on none."""
+        self.ends_run = True
 
 
 class Task:
@@ -68,8 +94,10 @@ class Task:
     def prepare(self) -> None:
         """Download or unpack the data. Called before `datasets`, on one rank of each node, one node after another."""
 
-    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
-        """The training set and the validation set. Both have `__len__` and `__getitem__`, and neither is empty."""
+    def datasets(self) -> tuple[Dataset[Any], Any]:
+        """The training set and the validation set, or a dict of validation sets, such as `{"val": a, "test": b}`: their
+        metrics are val_loss, test_loss and so on. A name is val or test, or begins with val_ or test_. Each set has
+        `__len__` and `__getitem__`, and none is empty."""
         raise NotImplementedError(f"{type(self).__name__} must define datasets()")
 
     def model(self) -> nn.Module:
@@ -89,6 +117,35 @@ class Task:
         only then are gradients averaged over the ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step()")
+
+    def validation_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Hook: what validation measures of one batch, as `step` returns it. It may be anything: no loss is needed. By
+        default `step`, which must then return the same names in training and in validation."""
+        return self.step(model, batch)
+
+    def on_epoch_end(self, run: EpochEnd) -> None:
+        """Hook: called on every rank when an epoch has been validated, before its line is in metrics.jsonl.
+
+            def on_epoch_end(self, run):
+                self.bad = 0 if run.metrics["val_loss"] < self.best else self.bad + 1
+                self.best = min(self.best, run.metrics["val_loss"])
+                run.log(best=self.best)
+                if self.bad == 3:
+                    run.end_run()
+
+        What it keeps in `self` for later epochs belongs to `state_dict`. If a rank dies within it, it is called again,
+        with the state before it. It must not change the model. Generators are seeded from (seed, step), alike on every
+        rank.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hook: the state of the Task itself, if it has one: plain values, tensors, and lists and dicts of them, the
+        same on every rank between two steps. It is copied after each step and each validation; every checkpoint has it.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hook: take over what `state_dict` returned. Called before the first step of an attempt."""
 
     def on_device(self, batch: Any) -> Any:
         """Finish a batch once it is on the device, before `step`. By default the batch stays as it is."""
@@ -139,7 +196,8 @@ class Task:
             def schedule(self, step, total):
                 return min((step + 1) / 100, 1 - step / total)
 
-        It must depend on nothing else: no checkpoint holds it, and a resumed run asks again.
+        It must depend on nothing else but what `state_dict` holds and `on_epoch_end` changes: no checkpoint holds it,
+        and a resumed run asks again.
         """
         return scheduled(1.0, self.config.optim, step, total)
 

@@ -34,6 +34,7 @@ from laststep.checkpoint.store import (
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
 from laststep.config.ranking import Ranking
+from laststep.records.metrics import VALIDATED
 from laststep.rundir import RunDir, aside
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Weights:
     manifest: Manifest
     averaged: bool  # whether these are the moving average of train.ema_decay
     metrics: dict[str, float]  # of the run's validation of these weights; empty if it did not validate them
+    task: Any = None  # the Task's own state, if it has one
 
 
 def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool = False) -> Weights:
@@ -176,14 +178,16 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
                 f"{store.path(step) / OPAQUE}: the weights are in the format of the framework that run.checkpoint(...) "
                 "called; export them with that"
             )
-        has_average, tensors = load(store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw)))
+        has_average, tensors, task = load(
+            store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw), of_task(s))
+        )
     if not tensors:
         raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     # A run that has an average validates that.
     measured = {} if has_average and raw else manifest.metrics
-    metrics = {name: value for name, value in measured.items() if name.startswith("val_")}
-    return Weights(plain, manifest, has_average and not raw, metrics)
+    metrics = {name: value for name, value in measured.items() if name.startswith(VALIDATED)}
+    return Weights(plain, manifest, has_average and not raw, metrics, task)
 
 
 def _refuse_choice(source: Path, step: int | None, best: bool) -> None:
@@ -221,6 +225,11 @@ def plain_weights(state: Mapping[str, Any], raw: bool = False) -> dict[str, Tens
     if len(modules) == 1:
         return modules.popitem()[1]
     return {f"{name}.{key}": tensor for name, weights in modules.items() for key, tensor in weights.items()}
+
+
+def of_task(state: Mapping[str, Any]) -> Any:
+    """The own state of the Task that the ready-made loop has saved; None if it has none."""
+    return state.get("task") if state.keys() >= READY_MADE else None
 
 
 def is_averaged(state: Mapping[str, Any]) -> bool:

@@ -33,6 +33,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged, or could not be written."""
 
 
+class CheckpointMissing(CheckpointError):
+    """A file of a checkpoint is missing, or this host still believes so: a client of a network disk that has looked
+    before the file was there remembers for seconds that it is not."""
+
+
 class CheckpointUnreadable(CheckpointError):
     """A file of a checkpoint cannot be read, perhaps only now or only on this host. `is_damaged` says whether the disk
     claims to have lost it; a passing error of a network file system may look the same."""
@@ -116,7 +121,7 @@ def disk_errors_explained(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing") from None
+        raise CheckpointMissing(f"{name} is missing") from None
     except OSError as error:
         raise CheckpointUnreadable(name, error) from error
 

@@ -53,6 +53,7 @@ from laststep.checkpoint.pack import Layout, Scatter, Target, aligned, empty_lik
 from laststep.checkpoint.shards import Like, new_like, range_of
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
 from laststep.checkpoint.writer import HostMemory
+from laststep.ranks.disk import look_anew
 from laststep.ranks.group import Group
 from laststep.ranks.meeting import with_prefix
 
@@ -256,6 +257,7 @@ class _Reading:
 
         def read() -> None:
             nonlocal errors
+            look_anew(self._store.path(self.manifest.step))
             errors = self._read(list(errors) or names)
             for error in errors.values():
                 if isinstance(error, CheckpointUnreadable):

@@ -44,6 +44,7 @@ from pathlib import Path
 from laststep.checkpoint.files import (
     NO_PATIENCE,
     CheckpointError,
+    CheckpointMissing,
     CheckpointUnreadable,
     FileEntry,
     Patience,
@@ -296,7 +297,7 @@ class CheckpointStore:
 
         for step in reversed(steps := patience.insist(list_them, self.look_anew)):
             try:
-                manifest = patience.insist(lambda step=step: self.inspect(step), self.look_anew)  # type: ignore[misc]
+                manifest = patience.insist(lambda step=step: self._inspect_anew(step), self.look_anew)  # type: ignore[misc]
             except CheckpointError as error:
                 if isinstance(error, CheckpointGone) and self.steps()[-1:] > steps[-1:]:
                     yield from self.candidates(warn, kept, patience)  # a run that trains has deleted it, and has newer
@@ -326,6 +327,14 @@ class CheckpointStore:
             manifest = self.manifest(step)
             _check_sizes(self.path(step), manifest)
             return manifest
+
+    def _inspect_anew(self, step: int) -> Manifest:
+        """`inspect`, with a second look where a file is missing: see CheckpointMissing."""
+        try:
+            return self.inspect(step)
+        except CheckpointMissing:
+            look_anew(self.path(step))
+            return self.inspect(step)
 
     def verify(self, step: int) -> Manifest:
         """Read the whole checkpoint and compare it with its manifest.
@@ -357,7 +366,7 @@ class CheckpointStore:
         try:
             text = (self.path(step) / MANIFEST).read_text()
         except FileNotFoundError:
-            raise CheckpointError("manifest.json is missing") from None
+            raise CheckpointMissing("manifest.json is missing") from None
         except OSError as error:
             raise CheckpointUnreadable(MANIFEST, error) from None
         except ValueError as error:

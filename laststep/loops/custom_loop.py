@@ -213,6 +213,12 @@ class CustomLoop(Loop):
                     self._move(Event.BROKEN_OFF)
         self.end_steps()
 
+    def steps_left(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
+        """How many steps `steps` has in the function's epoch, before it has begun."""
+        position, whole = self.engine.position, len(loader) if count is None else count
+        done = position.batches if position.epoch == self._function_epoch else 0
+        return 0 if position.over and done else whole - done
+
     def end_step(self, ends_epoch: bool = False) -> None:
         """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
         for the next batch: between the two it may wait for the other ranks."""

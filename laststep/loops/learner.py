@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from laststep import compat
 from laststep.checkpoint.files import StateChanged
+from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.shards import local_of, shard_count
 from laststep.compat import compiler
 from laststep.config.config import Config
@@ -23,6 +26,7 @@ from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
 from laststep.data.order import Generators, Order, nth_seed, seed_generators, seed_of
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
+from laststep.loops.registered import FingerprintedState
 from laststep.loops.shares import shares_of
 from laststep.loops.snapshot import (
     DEVICE_S,
@@ -46,6 +50,7 @@ from laststep.ranks.world import Gathered, ShardPlace, shard_place, shard_rows
 from laststep.say import say
 from laststep.task import Task
 
+VAL = "val"  # the validation set of a Task that has one
 PRECISION = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,7 +66,9 @@ class Learner:
         self.group = group
         self.device = group.device
         self.total_steps = total_steps
-        self.names: list[str] = []  # of the values that the task measures, the loss first; known after warm_up
+        self.names: list[str] = []  # of the values that a training step measures, the loss first; known after warm_up
+        # Of those that validation measures, by validation set, once a batch of it has been measured.
+        self.measured: dict[str, list[str]] = {}
         self.keeps_inputs = (
             False  # whether an update can be done again: its gradients are kept until the device has done it
         )
@@ -79,6 +86,7 @@ class Learner:
         self._weight = 1 if config.train.shares else group.world.size
         self.gradients = make_gradients(self.model, group, config, self.place)
         self.buffers = Buffers(self.model, group)
+        self.task_state = TaskState(task, config.task, self.place)
         self.optimizer, self.sorted = take_made(task.optimizer(self.model), self.model, config.task)
         self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
@@ -110,7 +118,7 @@ class Learner:
                 if waits_in_forward and share == 0 and number == 1:
                     self._end_work()
                 with self.gradients.reducing(last):
-                    loss = self._forward(self.gradients.parallel, batch)["loss"]
+                    loss = self._forward(self.gradients.parallel, batch, self.task.step)["loss"]
                     if last and not waits_in_forward:
                         self._end_work()
                     weight = count * self._weight / samples
@@ -121,6 +129,7 @@ class Learner:
         self._generators.check()
         if self._ring is not None and self.keeps_inputs:
             self._ring.await_newest()  # before the gradients of this step replace its own
+        self.task_state.capture()
         self.buffers.broadcast()
         self.gradients.meet(step, self.scaler, self.optimizer)
 
@@ -145,20 +154,44 @@ class Learner:
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
+        self.task_state.commit()
         if self.average is not None:
             self.average.update_parameters(self.model)
         return measured
 
     @torch.no_grad()
-    def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0) -> Tensor:
-        """The values that `names` lists, summed over the `count` samples that one of this rank's shares has of a
-        validation batch; float64 of shape (names,), in the order of `names`."""
-        if not count and not self.gradients.waits_in_forward:
-            return torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        self._generators.seed(seed_of("validate", self.config.seed, step, position, self.shares[share]))
-        measured = self._forward(self.validated, batch)
-        values = torch.stack([measured[name].double() for name in self.names])
+    def evaluate(self, step: int, position: int, batch: Any, count: int, share: int = 0, of: str = VAL) -> Tensor:
+        """What validation measures, summed over the `count` samples that one of this rank's shares has of a batch of
+        the validation set `of`; float64 of shape (names,), in the order of `measured[of]`. Raises ConfigError."""
+        names = self.measured.get(of)
+        if names is not None and not count and not self.gradients.waits_in_forward:
+            return torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        draw = "validate" if of == VAL else f"validate {of}"
+        self._generators.seed(seed_of(draw, self.config.seed, step, position, self.shares[share]))
+        measured = self._measure(of, batch)
+        values = torch.stack([measured[name].double() for name in self.measured[of]])
         return values * count if count else torch.zeros_like(values)
+
+    @contextlib.contextmanager
+    def looked_at(self, step: int) -> Iterator[nn.Module]:
+        """In this block code of the task looks at the model that was validated after `step`, in evaluation mode. Raises
+        ConfigError if it has changed any weights or buffers."""
+        live = {"model": self.gradients.state_of(self.model)}
+        if self.average is not None:
+            live["average"] = self.gradients.state_of(self.average)
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        self.train(False)
+        before = FingerprintedState(live)
+        self._generators.seed(seed_of("epoch end", self.config.seed, step))
+        with torch.no_grad():
+            yield self.model if self.average is None else self.average.module
+        self._generators.check()
+        if not before.unchanged() or trained != [parameter.requires_grad for parameter in self.model.parameters()]:
+            raise ConfigError(
+                f"task={self.config.task}: on_epoch_end(): it has changed the model, which only the steps may change"
+            )
+        clear_gradients(self.optimizer)
+        self.train(True)
 
     @property
     def validated(self) -> nn.Module:
@@ -172,20 +205,37 @@ class Learner:
             if on:
                 self.gradients.release(model)
 
-    def warm_up(self, batch: Any, val_batch: Any = None) -> None:
+    def _measure(self, of: str, batch: Any) -> dict[str, Tensor]:
+        """What the task measures of a batch of the validation set `of`. Raises ConfigError if it returns anything that
+        it must not."""
+        task, own = self.config.task, type(self.task).validation_step is not Task.validation_step
+        output = self._forward(self.validated, batch, self.task.validation_step)
+        found = check_output(output, task, "validation_step()" if own else "step(), in validation", needs_loss=not own)
+        first = sorted(found, key=lambda name: (name != "loss", name)) if own else self.names
+        names = set(self.measured.setdefault(of, first))
+        if found != names:
+            if own:
+                raise ConfigError(f"task={task}: validation_step() returns {_list(found ^ names)} in some batches only")
+            only = {"training": names - found, "validation": found - names}
+            where = " and ".join(f"{_list(which)} only in {where}" for where, which in only.items() if which)
+            raise ConfigError(f"task={task}: step() returns {where}; return the same names in both")
+        return output
+
+    def warm_up(self, batch: Any, val_batches: Mapping[str, Any] | None = None) -> None:
         """A throwaway forward and backward pass, in every attempt, before the state is restored.
 
         DDP changes the layout of its gradient buckets after its first backward pass, and with three ranks or more the
         order of a sum depends on the layout. Without the warm-up, a resumed run would take one step with the first
         layout that the undisturbed run took with the second. It also compiles the model and finds the names of the
-        task's metrics. With a `val_batch`, a validation batch follows: an error there would else come after an epoch.
-        Only the buffers change, and are put back. Raises ConfigError for a step that does not return what it must.
+        task's metrics. A validation batch of each set of `val_batches` follows: an error there would else come after
+        an epoch. Only the buffers and the task's own state change, and are put back. Raises ConfigError for a step that
+        does not return what it must.
         """
         task = self.config.task
         self._generators.seed(0)
         self.train(True)
         for _ in range(2 if self.config.train.cuda_graphs else 1):  # torch records the second pass
-            names = check_output(output := self._forward(self.gradients.parallel, batch), task)
+            names = check_output(output := self._forward(self.gradients.parallel, batch, self.task.step), task)
             if not output["loss"].requires_grad:
                 raise ConfigError(
                     f"task={task}: step(): the loss does not depend on any trainable parameter of the model"
@@ -195,36 +245,38 @@ class Learner:
             self.gradients.end_warm_up()
             self.buffers.commit()
         self.names = ["loss", *sorted(names - {"loss"})]
-        if val_batch is not None:
+        if val_batches:
             self.train(False)
-            self._generators.seed(0)
-            with torch.no_grad():
-                validated = check_output(self._forward(self.validated, val_batch), task, "in validation, ")
+            for of, val_batch in val_batches.items():
+                self._generators.seed(0)
+                with torch.no_grad():
+                    self._measure(of, val_batch)
             self.train(True)
-            if validated != names:
-                only = {"training": names - validated, "validation": validated - names}
-                found = " and ".join(
-                    f"{', '.join(sorted(which))} only in {where}" for where, which in only.items() if which
+            unread = names.difference({"loss"}, *self.measured.values())
+            if unread and self.group.world.rank == 0:
+                say(
+                    f"WARNING: task={task}: {_list(unread)} of step() is not measured; validation_step() must return it"
                 )
-                raise ConfigError(f"task={task}: step() returns {found}; return the same names in both")
+        self.task_state.put_back()
         report_cuda_graphs(self.config.train, self.group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the last `update` left it, even if a forward pass has run since. The same on every rank. Holds
         references: copy it to keep it beyond the next step."""
-        return self._state_dict(self.buffers.committed, self.optimizer.state_dict())
+        return self._state_dict(self.buffers.committed, self.optimizer.state_dict(), self.task_state.committed)
 
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
         return LearnerSnapshot(self, on_host)
 
-    def _state_dict(self, buffers: Committed, optimizer: dict[str, Any]) -> dict[str, Any]:
+    def _state_dict(self, buffers: Committed, optimizer: dict[str, Any], task: Any) -> dict[str, Any]:
         return {
             "model": self.buffers.in_state_dict(self.gradients.state_of(self.model, keep_vars=True), buffers),
             "average": None if self.average is None else self.gradients.state_of(self.average),
             "optimizer": self.gradients.marked(optimizer),
             "scaler": self.scaler.state_dict(),
+            **({"task": task} if self.task_state.exists else {}),
         }
 
     def live_state(self) -> dict[str, Any]:
@@ -241,6 +293,11 @@ class Learner:
             self.average.load_state_dict(state["average"])
         load_optimizer(self.optimizer, self.gradients.local(state["optimizer"]))
         self.scaler.load_state_dict(state["scaler"])
+        if "task" in state and self.task_state.exists:
+            self.task_state.load(state["task"])
+        elif ("task" in state or self.task_state.exists) and self.group.world.rank == 0:
+            has, lacks = ("the checkpoint", "the Task") if "task" in state else ("the Task", "the checkpoint")
+            say(f"WARNING: task={self.config.task}: {has} has a state of the Task (state_dict), {lacks} has none")
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Give the model rank 0's `weights`, by the names of its state_dict; what they lack stays as initialised.
@@ -273,17 +330,18 @@ class Learner:
                     whole = whole[slice(*shard_rows(len(whole), place.shard, place.shards))]
                 local_of(tensor).copy_(whole)
 
-    def _forward(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def _forward(self, model: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Any]) -> Any:
+        """What `step`, the task's own or that of validation, returns for a batch."""
         batch = self.task.on_device(batch)
         if self.config.train.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # however often the Task calls the model: all of it is one pass
         if self.config.train.channels_last:
             batch = for_each_tensor(channels_last, batch)
         if self.dtype is torch.float32:
-            measured = self.task.step(model, batch)
+            measured = step(model, batch)
         else:
             with torch.autocast(self.device.type, self.dtype):
-                measured = self.task.step(model, batch)
+                measured = step(model, batch)
         self._generators.check()
         return measured
 
@@ -310,11 +368,12 @@ class LearnerSnapshot:
         self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
         self._inputs = _Inputs(learner) if learner.keeps_inputs else None
+        self._task = learner.task_state.committed
 
     @property
     def state(self) -> dict[str, Any]:
         """The state: references."""
-        return self._learner._state_dict(self._buffers, self._optimizer.state_dict())
+        return self._learner._state_dict(self._buffers, self._optimizer.state_dict(), self._task)
 
     def unchanged(self) -> bool:
         """Whether these are still the tensors of that state."""
@@ -329,6 +388,7 @@ class LearnerSnapshot:
             return False
         self._optimizer.put_back()
         self._learner.buffers.committed = self._buffers
+        self._learner.task_state.committed = self._task
         self._inputs.put_back()
         return True
 
@@ -339,15 +399,81 @@ class _Inputs:
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._rates, self._received = learner._rates_now, learner.buffers.received
+        self._captured = learner.task_state.captured
         self._average_is_empty = learner.average is not None and learner.average.is_empty
         self._put_back_gradients = learner.gradients.hold()
 
     def put_back(self) -> None:
         learner = self._learner
         learner._rates_now, learner.buffers.received = self._rates, self._received
+        learner.task_state.captured = self._captured
         if learner.average is not None:
             learner.average.is_empty = self._average_is_empty
         self._put_back_gradients()
+
+
+class TaskState:
+    """The state of a Task of its own, from its `state_dict`. As with `Buffers`, a forward pass may change what is live,
+    and a checkpoint holds the copy that the last step, or the last end of an epoch, has committed."""
+
+    def __init__(self, task: Task, name: str, place: ShardPlace) -> None:
+        """`name` is the task's, for messages. Raises ConfigError for a state that a checkpoint cannot hold."""
+        self._task, self._name = task, name
+        saves, loads = (
+            type(task).state_dict is not Task.state_dict,
+            type(task).load_state_dict is not Task.load_state_dict,
+        )
+        if saves != loads:
+            there, missing = ("", "load_") if saves else ("load_", "")
+            raise ConfigError(f"task={name}: defines {there}state_dict() without {missing}state_dict(); define both")
+        self.exists = saves
+        self.committed: Any = (
+            None  # in a checkpoint: the state `now`, and before the end of an epoch that has been `cut`
+        )
+        self.captured: Any = None
+        if not saves:
+            return
+        self.capture()
+        self.commit()
+        try:
+            serialized_structure(Packed({"task": self.committed}, place).structure)
+        except Exception as error:  # pickle and torch.load raise many kinds
+            raise ConfigError(
+                f"task={name}: state_dict(): a checkpoint cannot hold it; return plain values, tensors, lists, dicts"
+            ) from error
+
+    def capture(self, cuts_epoch: bool = False) -> None:
+        """Copy the live state, to be committed by `commit`. `cuts_epoch`: it follows the end of an epoch that the end
+        of the run has cut short, and that is reopened if the run is continued."""
+        if self.exists:
+            self.captured = {"now": self.live(), "cut": self.committed["now"] if cuts_epoch else None}
+
+    def commit(self) -> None:
+        """What was captured is part of the state from now on."""
+        self.committed = self.captured
+
+    def put_back(self) -> None:
+        """Undo what has changed since the last `commit`."""
+        if self.exists:
+            self.load(self.committed)
+
+    def reopen_epoch(self) -> None:
+        """Go back to before the end of the epoch that was cut short."""
+        if self.exists and self.committed["cut"] is not None:
+            self.load({"now": self.committed["cut"]})
+
+    def load(self, state: Any) -> None:
+        """Restore what `committed` was. Raises ConfigError."""
+        try:
+            self._task.load_state_dict(copy.deepcopy(state["now"]))
+        except Exception as error:  # it is the user's
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(f"task={self._name}: load_state_dict() does not take its own state: {reason}") from error
+        self.captured = self.committed = {"cut": None, **state, "now": self.live()}
+
+    def live(self) -> Any:
+        """A copy of the state as it is now; None if there is none."""
+        return copy.deepcopy(self._task.state_dict()) if self.exists else None
 
 
 class Average(AveragedModel):
@@ -582,15 +708,21 @@ class LateUpdate:
             time.sleep(POLL_S)
 
 
-def check_output(output: Any, task: str, when: str = "") -> set[str]:
-    """The names of what a Task's step has returned. Raises ConfigError unless that is a dict of tensors of one element
-    with a "loss"; `when` begins its message."""
-    says = f"task={task}: step(){', ' + when.rstrip(', ') if when else ''}"
+def _list(names: Collection[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def check_output(output: Any, task: str, who: str = "step()", needs_loss: bool = True) -> set[str]:
+    """The names of what `who`, a method of a Task, has returned. Raises ConfigError unless that is a dict of tensors of
+    one element, with a "loss" if one is needed."""
+    says = f"task={task}: {who}"
     if not isinstance(output, Mapping):
         kind = type(output).__name__
         raise ConfigError(f'{says}: must return a dict with a "loss", such as {{"loss": loss}}, not a {kind}')
-    if "loss" not in output:
+    if needs_loss and "loss" not in output:
         raise ConfigError(f"{says}: must return a dict with a 'loss', not {[*output]}")
+    if not output:
+        raise ConfigError(f"{says}: must return a dict with at least one value, not an empty one")
     for name, value in output.items():
         if not isinstance(value, Tensor):
             raise ConfigError(

@@ -8,9 +8,10 @@ a save where one is due, the agreement that no rank stops here, and a step (`Tas
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -23,18 +24,20 @@ from laststep.checkpoint.export import Weights
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
-from laststep.config.config import Config
+from laststep.config.config import Config, changed_ends
 from laststep.config.errors import ConfigError
+from laststep.config.ranking import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
-from laststep.data.loader import LoaderFactory, TrainBatchKeys, ValidationBatchKeys
+from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
 from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
 from laststep.loops.initial_weights import fit, read_initial_weights
-from laststep.loops.learner import LateUpdate, Learner
-from laststep.loops.measured import finite
+from laststep.loops.learner import VAL, LateUpdate, Learner
+from laststep.loops.measured import as_numbers, finite
 from laststep.loops.probe import Probe
+from laststep.loops.registered import difference_between_ranks
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order, schedule_keys
@@ -43,7 +46,7 @@ from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
 from laststep.say import counted
-from laststep.task import Task, find_task, make_task
+from laststep.task import EpochEnd, Task, find_task, make_task
 
 
 class TaskLoop(Loop):
@@ -63,8 +66,11 @@ class TaskLoop(Loop):
         self._given = given_keys(task, config, read_given(context.run.given))
         self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
+        self._has_hook = task.on_epoch_end is not Task.on_epoch_end
+        self._ends_run = False  # with the epoch that is ending
+        self._folder = context.run.path
         datasets = open_datasets(config, self.task, group)
-        self.train_set, self._val_set = datasets.train, datasets.val
+        self.train_set, self._val_sets = datasets.train, datasets.val
         train = config.train
         self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
@@ -102,7 +108,9 @@ class TaskLoop(Loop):
         seed = self.config.seed
         self.learner.warm_up(
             self.loading.warm_up_batch(self.train_set, seed, micro_batch),
-            self.loading.warm_up_batch(self._val_set, seed, micro_batch) if train.sanity else None,
+            {name: self.loading.warm_up_batch(each, seed, micro_batch) for name, each in self._val_sets.items()}
+            if train.sanity
+            else None,
         )
         self._check_keys()
         self.engine.startup.done("warm-up")
@@ -112,7 +120,7 @@ class TaskLoop(Loop):
             self.engine.take_position(Position(**checkpoint.position))
             self.engine.compare_numerics(checkpoint)
             self.learner.load_state_dict(checkpoint.load(self.learner.live_state(), self.engine.watch.advance))
-            self._check_end()
+            self._check_end(checkpoint.manifest.config)
         elif initial is not None:
             self.learner.start_from(initial)
         self.engine.finish_restore()
@@ -140,15 +148,18 @@ class TaskLoop(Loop):
         elif fingerprint is not None and self.rank == 0:
             write_fingerprint(self.data_record, fingerprint)
 
-    def _check_end(self) -> None:
-        """The run may end later than when the checkpoint was saved. An end within an epoch has closed that epoch, which
-        is now continued. Raises ConfigError for an earlier end."""
+    def _check_end(self, before: str) -> None:
+        """The run may end later than when the checkpoint was saved, with the configuration `before`, in YAML. An end
+        within an epoch has closed that epoch, which is now continued. Raises ConfigError for an earlier end."""
         position, total = self.engine.position, self.total_steps
+        if before and changed_ends(Config.parse(before), self.config):
+            position.finished = False
         done = position.step % self.order.steps_per_epoch
         if position.step > total:
             raise ConfigError(f"train.epochs, train.max_steps: end the run at step {total}; it is at {position.step}")
-        if position.validated == position.step < total and done:
+        if position.validated == position.step < total and done and not position.finished:
             position.reopen_epoch(begins_after=position.step - done)
+            self.learner.task_state.reopen_epoch()
 
     def _read_initial_weights(self) -> Mapping[str, Tensor]:
         """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""
@@ -178,7 +189,7 @@ class TaskLoop(Loop):
                 return False
             if self.engine.saves.due:
                 self.engine.save()
-            if self.engine.position.step == self.total_steps:
+            if self.engine.position.step == self.total_steps or self.engine.position.finished:
                 return True
             if not self.engine.stop.begin_tick():
                 return False
@@ -279,11 +290,57 @@ class TaskLoop(Loop):
             "train_loss": finite(train_loss),
             **means,
         }
-        self.engine.end_epoch(self._add_derived(record))
+        self._add_derived(record)
+        if self._has_hook:
+            self._call_hook(record)
+        self.learner.task_state.capture(cuts_epoch=position.step % self.order.steps_per_epoch != 0)
+        self.engine.end_epoch(record)
         if record["epoch"] == 1:
-            for line in self._given.late():
+            for line in (*self._given.late(), *self._unranked(record)):
                 self.engine.progress.say(line)
         return True
+
+    def _call_hook(self, record: dict[str, Any]) -> None:
+        """Call the task's `on_epoch_end`, and add to the line of the epoch what it logs. A rescue meanwhile saves the
+        state before it: a resumed run validates again, and calls it again. Raises ConfigError."""
+        says = f"task={self.config.task}: on_epoch_end()"
+        measured = {name: value for name, value in record.items() if name not in ("epoch", "step")}
+        with self.learner.looked_at(record["step"]) as model:
+            run = EpochEnd(record["epoch"], record["step"], measured, model, self.rank, self._folder)
+            self.task.on_epoch_end(run)
+        if taken := record.keys() & run.logged.keys():
+            raise ConfigError(f"{says}: run.log({min(taken)}=...): the epoch's line has that already")
+        logged = {name: finite(value) for name, value in as_numbers(f"{says}: run.log", run.logged).items()}
+        given = {"log": logged, "end_run": run.ends_run, "state_dict": self.learner.task_state.live()}
+        if self.size > 1 and (difference := difference_between_ranks(given, self.group)):
+            self.engine.spoil()
+            raise ConfigError(f"{says}: must do the same on every rank; different: {difference}")
+        record |= logged
+        self._ends_run = run.ends_run
+
+    def epoch_written(self) -> None:
+        """What the task has kept of the epoch is in the state, and it may have ended the run."""
+        self.learner.task_state.commit()
+        if self._ends_run:
+            self.engine.position.finished = True
+            self.engine.progress.say(f"epoch {self.epoch()}: on_epoch_end() ends the run")
+
+    def before_save(self) -> None:
+        """Raise ConfigError unless the task's own state is the same on every rank: each writes a part of it. A
+        collective if it has one."""
+        state, engine = self.learner.task_state, self.engine
+        if not state.exists or self.size == 1 or engine.saves.saved.same_place(engine.position):
+            return
+        if difference := difference_between_ranks({"state_dict": state.committed}, self.group):
+            engine.spoil()
+            raise ConfigError(f"task={self.config.task}: state_dict() must be the same on every rank: {difference}")
+
+    def _unranked(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """A line if checkpoints are ranked by a value that no epoch has."""
+        by = Ranking.parse(self.config.checkpoint.best_by).metric
+        if by not in record:
+            others = ", ".join(name for name in record if name not in ("epoch", "step"))
+            yield f"WARNING: checkpoint.best_by={by}: the epochs have {others}, so no checkpoint is the best"
 
     def _begin_validation_batch(self) -> bool:
         """False if the ranks agreed to stop before it."""
@@ -316,12 +373,12 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
 
 @dataclass(frozen=True)
 class Datasets:
-    """A Task's data sets, and how many samples they have."""
+    """A Task's data sets, those of validation by name, and how many samples they have."""
 
     train: Dataset[Any]
-    val: Dataset[Any]
+    val: dict[str, Dataset[Any]]
     train_samples: int
-    val_samples: int
+    val_samples: dict[str, int]
 
 
 def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
@@ -333,14 +390,28 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
         raise ConfigError(
             f"task={config.task}: datasets() must return the training set and the validation set, not {what}"
         )
-    train_set, val_set = found
-    for name, dataset in (("train", train_set), ("val", val_set)):
+    train_set, val_sets = found
+    if not isinstance(val_sets, Mapping):
+        val_sets = {VAL: val_sets}
+    if wrong := [name for name in val_sets or [""] if not re.fullmatch(r"(val|test)(_\w+)?", str(name), re.ASCII)]:
+        raise ConfigError(
+            f"task={config.task}: datasets(): {wrong[0]!r} cannot be the name of a validation set; call it val or "
+            "test, or begin its name with val_ or test_"
+        )
+    for name, dataset in (("train", train_set), *val_sets.items()):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            what = f"a {type(dataset).__name__}, without __len__ and __getitem__"
+            raise ConfigError(f"task={config.task}: datasets(): the {SETS.get(name, f'set {name}')} is {what}")
         if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
             decoded.open_shared(group, name)
-    train, val = (len(dataset) for dataset in (train_set, val_set))
-    if not (train and val):
-        raise ConfigError(f"{named(config)}: empty ({train} training, {val} validation samples)")
-    return Datasets(train_set, val_set, train, val)
+    train, val = len(train_set), {name: len(dataset) for name, dataset in val_sets.items()}
+    if not (train and all(val.values())):
+        counts = ", ".join(f"{count} {'validation' if name == VAL else name}" for name, count in val.items())
+        raise ConfigError(f"{named(config)}: empty ({train} training, {counts} samples)")
+    return Datasets(train_set, dict(val_sets), train, val)
+
+
+SETS = {"train": "training set", VAL: "validation set"}
 
 
 def given_keys(task: type[Task], config: Config, given: Sequence[str]) -> GivenKeys:
@@ -360,38 +431,58 @@ def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
 
 
 class Validation:
-    """Measures a learner's model on the validation set."""
+    """Measures a learner's model on the validation sets."""
 
     def __init__(self, config: Config, datasets: Datasets, loading: LoaderFactory, group: Group) -> None:
-        self._group, self._train = group, config.train
+        self._group, self._train, self._task = group, config.train, config.task
         shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
-        self._keys = ValidationBatchKeys(datasets.val_samples, config.train.batch_size, shares, total)
-        self._loader = loading.loader(datasets.val, config.seed, self._keys)
+        self._sets: dict[str, tuple[ValidationBatchKeys, DeviceLoader]] = {}
+        if len(datasets.val) > 1:  # each would keep worker processes of its own
+            loading = replace(loading, persistent_workers=False)
+        for name, dataset in datasets.val.items():
+            keys = ValidationBatchKeys(datasets.val_samples[name], config.train.batch_size, shares, total)
+            self._sets[name] = keys, loading.loader(dataset, config.seed, keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:
-        """The means over the validation set, named like val_loss; None for one that is not finite. A collective.
+        """The means over each validation set, named like val_loss; None for one that is not finite. A collective.
 
         `begin_batch` is called before each batch; once it returns False, so does this: None.
         """
+        means: dict[str, float | None] = {}
         learner.train(False)
-        shares = len(learner.shares)
-        sums = torch.zeros(shares, len(learner.names), dtype=torch.float64, device=self._group.device)
-        for position, batch in enumerate(self._loader):
+        for name in self._sets:
+            found = self._measure(name, learner, step, begin_batch)
+            if found is None:
+                return None
+            if taken := means.keys() & found.keys():
+                raise ConfigError(f"task={self._task}: two validation sets have a {min(taken)}; name one differently")
+            means |= found
+        learner.train(True)
+        return means
+
+    def _measure(
+        self, name: str, learner: Learner, step: int, begin_batch: Callable[[], bool]
+    ) -> dict[str, float | None] | None:
+        shares, (keys, loader) = len(learner.shares), self._sets[name]
+        sums: list[Tensor | float] = [0.0] * shares  # each of shape (names,), once a batch has given the names
+        for position, batch in enumerate(loader):
             number, share = divmod(position, shares)
             if share == 0 and not begin_batch():
                 return None
-            sums[share] += learner.evaluate(step, number, batch, len(self._keys.indices(number, share)), share)
-        learner.train(True)
+            sums[share] += learner.evaluate(step, number, batch, len(keys.indices(number, share)), share, name)
+        rows = torch.stack([each for each in sums if isinstance(each, Tensor)])
         if self._train.shares is None:
-            totals = self._group.sum(sums[0])
+            totals = self._group.sum(rows[0])
         else:
-            totals = tree_sum(in_order(torch.stack(self._group.gather(sums)), self._train, self._group.world))
-        means = [total / self._keys.samples for total in totals.tolist()]
-        return {f"val_{name}": finite(mean) for name, mean in zip(learner.names, means)}
+            totals = tree_sum(in_order(torch.stack(self._group.gather(rows)), self._train, self._group.world))
+        return {
+            f"{name}_{of}": finite(total / keys.samples) for of, total in zip(learner.measured[name], totals.tolist())
+        }
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader.close()
+        for _, loader in self._sets.values():
+            loader.close()
 
 
 WARM_UP_SAMPLES = 2  # batch norm cannot train on one
@@ -442,6 +533,8 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
         what = "tokens in the vocabulary" if config.task == "language" else "classes"
         raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
     learner.start_from(fitted.tensors)
+    if weights.task is not None and learner.task_state.exists:
+        learner.task_state.load(weights.task)
     validation = Validation(config, datasets, loading, group)
     try:
         metrics = validation.measure(learner, weights.manifest.step, lambda: True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from laststep.compat import event_file_parts, hparams_parts
 from laststep.records.append_only import append
-from laststep.records.metrics import is_step, read_lines
+from laststep.records.metrics import VALIDATED, is_step, read_lines
 from laststep.rundir import RunDir
 
 Event, SessionLog, Summary, RecordWriter = event_file_parts()
@@ -109,7 +109,7 @@ def _tag(name: str) -> str:
     """The tag under which TensorBoard shows a value of an epoch."""
     if name == "train_loss":
         return "train/epoch_loss"
-    return name.replace("_", "/", 1) if name.startswith("val_") else f"epoch/{name}"
+    return name.replace("_", "/", 1) if name.startswith(VALIDATED) else f"epoch/{name}"
 
 
 def framed(event: Any) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laststep.records.metrics import is_step
+from laststep.records.metrics import VALIDATED, is_step
 
 MAX_POINTS = 4096  # per curve: enough to zoom into; page.js merges them further to fit the screen
 
@@ -139,7 +139,7 @@ def _add_step(curves: Curves, line: Mapping[str, Any], wanted: frozenset[int]) -
 
 def _add_epoch(curves: Curves, line: Mapping[str, Any]) -> None:
     for name, value in line.items():
-        if name.startswith("val_"):
+        if name.startswith(VALIDATED):
             curves.validation.setdefault(name, Curve()).add(line["epoch"], value)
             curves.validation_by_step.setdefault(name, Curve()).add(line["step"], value)
             curves.validated_within_epochs |= name in curves.final and curves.final["epoch"] == line["epoch"]

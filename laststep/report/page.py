@@ -248,7 +248,7 @@ def _yaml(run: Run) -> str:
 
 
 def _label(name: str) -> str:
-    """val_accuracy -> validation accuracy"""
+    """val_accuracy -> validation accuracy; those of another set stay, such as test accuracy"""
     return name.replace("val_", "validation ", 1).replace("train_", "training ", 1).replace("_", " ")
 
 

@@ -458,7 +458,7 @@ def test_what_a_step_returns(step: Callable[[Tensor, bool], Any], says: str) -> 
 
     learning.task.step = of_task  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match=says):
-        learning.warm_up((IMAGES, LABELS), (IMAGES, LABELS))
+        learning.warm_up((IMAGES, LABELS), {"val": (IMAGES, LABELS)})
 
 
 def test_a_validation_batch_in_the_warm_up_changes_nothing() -> None:
@@ -472,7 +472,7 @@ def test_a_validation_batch_in_the_warm_up_changes_nothing() -> None:
         return step(model, batch)
 
     one.task.step = noting  # type: ignore[method-assign]
-    one.warm_up((IMAGES, LABELS), (IMAGES, LABELS))
+    one.warm_up((IMAGES, LABELS), {"val": (IMAGES, LABELS)})
     other.warm_up((IMAGES, LABELS))
     assert same(one.model.state_dict(), other.model.state_dict())
     assert one.model.training
