@@ -155,8 +155,7 @@ class CustomLoop(Loop):
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
-        if problem := self.shares.register(registered, averages_gradients or framework is not None):
-            raise self._misuse(problem)
+        self.shares.register(registered, averages_gradients or framework is not None)
         rehearses &= self.config.train.rehearsal and self.shares.total is None
         if rehearses and self.engine.size > 2:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
@@ -326,12 +325,16 @@ class CustomLoop(Loop):
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
         self._held.sync()
         engine = self.engine
-        if engine.size == 1 or engine.saves.saved.same_place(engine.position):
+        if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
         if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
             engine.spoil()
-            raise self._misuse(loop_rules.of_state(engine.position.step, difference))
+            raise self._misuse(
+                f"the registered state differs between ranks at step {engine.position.step}: {difference}. Every rank "
+                "must register the same values: average or broadcast them over the ranks first, or leave out what is "
+                "one rank's own"
+            )
 
     def state(self) -> State:
         """What the registered objects have to be when a run resumes here."""
@@ -514,7 +517,7 @@ class CustomLoop(Loop):
         if self.engine.rescuable:
             return True
         self.engine.saves.wait()  # nobody knows whether the framework's state is still that of the steps
-        return self.engine.saves.saved.same_place(self.engine.position)
+        return self.engine.saves.saved.same_moment(self.engine.position)
 
     def _restore_framework(self, framework: Framework) -> None:
         """Have the framework load what it has saved, if it has, and save from now on."""
