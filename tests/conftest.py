@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import PACKAGED
 from laststep.ranks.process import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH, make_shared_folder, remove_shared_folder
@@ -86,9 +87,11 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to type commands in, on a machine without Slurm and without a GPU."""
+    """A folder to type commands in, which has a clone's configurations and nothing else, on a machine without Slurm
+    and without a GPU."""
     folder = tmp_path / "here"
     folder.mkdir()
+    (folder / "configs").symlink_to(PACKAGED)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", NO_SLURM)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

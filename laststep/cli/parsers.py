@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from laststep import compat, script
 from laststep.config.errors import ConfigError, nearest
+from laststep.say import command
 
 if TYPE_CHECKING:
     from laststep.config.config import Config
@@ -30,7 +32,8 @@ NEW_RUN_OPTIONS: KeyOptions = {**JOB_OPTIONS, "--name": ("launch.name", "RUN", "
 
 # key=value words, as --help shows them and as the completion recognizes them.
 ANY_KEY, LAUNCH_KEY, ROOT_KEY = "key=value", "launch.KEY=value", "launch.root=FOLDER"
-OWN_CONFIG = "configs/default.yaml"  # in the folder where the command is typed; `laststep init` writes one
+OWN_CONFIG = "configs/default.yaml"  # of the project; `laststep init` writes one
+DEMO = "mnist"  # ships with Laststep
 NO_RUN = "name the run, or its folder"
 
 
@@ -74,7 +77,7 @@ def add_config(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="NAME|PATH",
-        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} if there is one here, else mnist)",
+        help=f"a name in configs/, or a YAML file (default: {OWN_CONFIG} of the project); {DEMO} is a demo",
     )
     parser.add_argument(
         "--site",
@@ -83,11 +86,31 @@ def add_config(parser: Parser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace) -> str | None:
-    """The YAML file that a new run begins with; None for a script, whose configuration is its own words."""
-    if args.config is not None or args.passed_on:
-        return None if args.config is None else str(args.config)
-    return OWN_CONFIG if os.path.isfile(OWN_CONFIG) else "mnist"
+def config_of(args: argparse.Namespace, words: Sequence[str]) -> str | None:
+    """The YAML file that a new run begins with: the one that was named, else the project's own. None: the key=value
+    `words` name a task or a script, which need none.
+
+    Raises ConfigError where nothing says what to train: what trains by itself is a project, not Laststep's demo.
+    """
+    if args.config is not None:
+        return str(args.config)
+    if any(word.startswith("script=") for word in words):
+        return None
+    if os.path.isfile(OWN_CONFIG):
+        return OWN_CONFIG
+    from laststep.config.config import PACKAGED
+
+    own = Path("configs")
+    if own.resolve() == PACKAGED.resolve():
+        return DEMO  # a clone of Laststep is the demo's project
+    if any(word.startswith("task=") for word in words):
+        return None
+    if names := sorted(path.stem for path in own.glob("*.yaml")):
+        raise ConfigError(f"there is no {OWN_CONFIG}; name a configuration: --config {' or '.join(names[:5])}")
+    raise ConfigError(
+        f"no project here (no configs/ in {Path.cwd()}, nor above it): `{command('init')}` writes one; "
+        f"`{command(f'--config {DEMO} --local')}` trains the demo, handwritten digits"
+    )
 
 
 def add_script(parser: Parser) -> None:
@@ -96,12 +119,12 @@ def add_script(parser: Parser) -> None:
 
 
 def stem_of(source: str | None, config: Config) -> str:
-    """What a new run is named after: its script, or its configuration."""
+    """What a new run is named after: its script, its configuration, or its task."""
     from laststep.config.config import find_config
 
     if config.script:
         return script.stem_of(config.script)
-    return "run" if source is None else find_config(source).stem
+    return ".".join(config.task.split(".")[-2:]) if source is None else find_config(source).stem
 
 
 def add_key_options(parser: Parser, options: KeyOptions) -> None:

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    config = Config.load(config_of(args), overrides_of(args, NEW_RUN_OPTIONS), args.site or run_folders.site())
+    words = overrides_of(args, NEW_RUN_OPTIONS)
+    config = Config.load(config_of(args, words), words, args.site or run_folders.site())
     with _removed_at_the_end() as folder:
         config = _prepare(config, folder)
         ranks = config.launch.world_size

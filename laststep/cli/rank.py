@@ -82,7 +82,7 @@ def _main(args: argparse.Namespace, folders: Sequence[str], overrides: list[str]
         return _continue(Path(folders[0]), overrides)
     if args.name is not None:
         overrides.append(f"launch.name={args.name}")
-    source = config_of(args)
+    source = config_of(args, overrides)
     if args.spawn is None:
         return _train(source, overrides, args.site)
     config = _load(source, overrides, args.site)
@@ -102,6 +102,8 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
         config = dataclasses.replace(config, launch=named)
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
+    if world.rank == 0:
+        say(", ".join(submission.what_trains(config, source or "none").split("\n")))
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:

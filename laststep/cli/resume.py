@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return submission.show(config, here=way in (Way.LOCAL, Way.DEBUG))
     with run_folders.reconfigured(folder, config):
-        return submission.start(config, folder, way, known)
+        return submission.start(config, folder, way, known=known)
 
 
 def _more_words(config: Config, words: Sequence[str]) -> list[str]:

@@ -62,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
 
     way, overrides, source, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None, None
     if args.source is None:
-        begins = config_of(args)
+        begins = config_of(args, overrides)
         config = Config.load(begins, overrides, args.site or run_folders.site())
         stem = stem_of(begins, config)
     else:
+        if args.config is not None:
+            raise ConfigError(
+                f"--config {args.config}: --from {args.source} has a configuration already; leave this out"
+            )
         if args.site is not None:
             raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
         from laststep.submission import branch
@@ -74,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
         config, stem = branch.configure(source, overrides), source.name
     machine = Machine(way, words=overrides, source=begins)
     config = submission.ready(config, machine, stem)
+    origin = (begins or "none") if source is None else f"of {source.name}"
     if args.dry_run:
-        return submission.show(config, here=machine.is_here)
+        return submission.show(config, origin, here=machine.is_here)
     with run_folders.created(config, given_by(machine)) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
-        status = submission.start(config, folder, way)
+        status = submission.start(config, folder, way, origin)
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status

@@ -57,20 +57,22 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel {args.parallel}: must be at least 1")
     shared = [word for word in overrides if word not in varied]
-    source = config_of(args)
+    source = config_of(args, overrides)
     config = Config.load(source, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
     way = Way.DRY_RUN if args.dry_run else Way.SLURM
     machine = Machine(way, sweep=True, words=overrides, source=source)
-    config = submission.ready(config, machine, stem=stem_of(source, config))
+    config = submission.ready(config, machine, stem_of(source, config))
     if args.dry_run:
         names = list(sweep.plan(config, changes))
+        print(submission.what_trains(config, source or "none", comment=True))
         print(f"# sweep {config.launch.name}: {counted(len(names), 'run')}")
         for name, change in zip(names, changes):
             print(f"{name}  {' '.join(f'{key}={value}' for key, value in change.items())}")
         print(f"\n# of each of them, but for these keys\n{config.to_yaml()}")
         return submission.show_script(config)
     submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
+    print(submission.what_trains(config, source or "none"))
     print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")
     if submitted.job_id is None:
         print("       all of them have finished or are in the queue")

@@ -50,7 +50,13 @@ class Config(Settings):
         """`load`, without checking the values against their limits and each other."""
         files = [find_config(site, of_site=True)] if site else []
         files += [find_config(source)] if source is not None else []
-        return cls._build([(path, _read_text(path)) for path in files], overrides)
+        layers = [(path, _read_text(path)) for path in files]
+        config = cls._build(layers, overrides)
+        if source is not None and not keys_in(layers[-1][1]):
+            raise ConfigError(
+                f"--config {source}: sets no key, so Laststep's defaults would train; name the task in it"
+            )
+        return config
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = (), source: str | Path = "configuration") -> Config:

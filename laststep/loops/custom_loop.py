@@ -152,8 +152,7 @@ class CustomLoop(Loop):
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
-        if problem := self.shares.register(registered, averages_gradients or framework is not None):
-            raise self._misuse(problem)
+        self.shares.register(registered, averages_gradients or framework is not None)
         rehearses &= self.config.train.rehearsal and self.shares.total is None
         if rehearses and self.engine.size > 2:  # a sum of two is the same in either order
             for module, ddp in registered.parallel:
@@ -208,6 +207,12 @@ class CustomLoop(Loop):
                 if self.phase in IN_BODY:
                     self._move(Event.BROKEN_OFF)
         self.end_steps()
+
+    def steps_left(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
+        """How many steps `steps` has in the function's epoch, before it has begun."""
+        position, whole = self.engine.position, len(loader) if count is None else count
+        done = position.batches if position.epoch == self._function_epoch else 0
+        return 0 if position.over and done else whole - done
 
     def end_step(self, ends_epoch: bool = False) -> None:
         """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
@@ -313,12 +318,16 @@ class CustomLoop(Loop):
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
         self._held.sync()
         engine = self.engine
-        if engine.size == 1 or engine.saves.saved.same_place(engine.position):
+        if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
         if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
             engine.spoil()
-            raise self._misuse(loop_rules.of_state(engine.position.step, difference))
+            raise self._misuse(
+                f"the registered state differs between ranks at step {engine.position.step}: {difference}. Every rank "
+                "must register the same values: average or broadcast them over the ranks first, or leave out what is "
+                "one rank's own"
+            )
 
     def state(self) -> State:
         """What the registered objects have to be when a run resumes here."""
@@ -490,7 +499,7 @@ class CustomLoop(Loop):
         if self.engine.rescuable:
             return True
         self.engine.saves.wait()  # nobody knows whether the framework's state is still that of the steps
-        return self.engine.saves.saved.same_place(self.engine.position)
+        return self.engine.saves.saved.same_moment(self.engine.position)
 
     def _restore_framework(self, framework: Framework) -> None:
         """Have the framework load what it has saved, if it has, and save from now on."""

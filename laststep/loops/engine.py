@@ -58,7 +58,7 @@ from laststep.optim.build import SORTED
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.replicas import Place
+from laststep.ranks.replicas import Moment
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, ShardPlace
@@ -79,7 +79,7 @@ class NotFinite(ArithmeticError):
 class SavableCopy:
     """A shard of the state in host memory."""
 
-    place: Place
+    moment: Moment
     shard: int
     bytes: int
     own: bool  # this rank's own shard, with what else a checkpoint needs to know
@@ -336,7 +336,7 @@ class Engine:
         while True:
             self.save()
             self.saves.wait()
-            if self.saves.saved.same_place(self.position):
+            if self.saves.saved.same_moment(self.position):
                 return
             time.sleep(RETRY_LAST_S)
 
@@ -465,12 +465,12 @@ class Engine:
         return self._held_copies(copies)
 
     @contextlib.contextmanager
-    def frozen(self, place: Place | None = None) -> Iterator[FrozenState]:
+    def frozen(self, moment: Moment | None = None) -> Iterator[FrozenState]:
         """The state that `freeze` has frozen, or what copies hold at a place, to be saved by a thread other than the
         one that trains. Raises StateChanged if this rank holds nothing there, and DeviceSilent."""
-        own = self.copies.own_at(place) if self.copies and place else None
-        copies = self.copies.at(place) if self.copies and place else {}
-        live = own is None and self._frozen_live and place in (None, self.position.place)
+        own = self.copies.own_at(moment) if self.copies and moment else None
+        copies = self.copies.at(moment) if self.copies and moment else {}
+        live = own is None and self._frozen_live and moment in (None, self.position.moment)
         if not live and not copies:
             raise StateChanged
         if live:
@@ -520,8 +520,8 @@ class Engine:
         own = copies.own() if self.restored else []
         kept = copies.kept() if self.restored else []
         return [
-            *(SavableCopy(copy.position.place, self.place.shard, len(copy.data), True) for copy in own),
-            *(SavableCopy(copy.place, copies.ward_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in own),
+            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in kept),
         ]
 
     def _lock_records(self, timeout_s: float) -> bool:

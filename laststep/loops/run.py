@@ -131,9 +131,10 @@ class Run:
         the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
 
         A model may be sharded by torch's `fully_shard`, over a mesh of all ranks: `(ranks,)`, or `(replicas, shards)`.
-        Of DTensors, in its optimizer and in any other object, each rank saves its rows.
+        Of DTensors, in its optimizer and in any other object, each rank saves its rows. None is left out, as of a
+        scaler that is not used.
         """
-        self._loop.register(objects, self.averages_gradients)
+        self._loop.register(_given(objects), self.averages_gradients)
 
     def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
         """Call this instead of `restore` where a framework holds state that cannot be registered, such as the shards
@@ -153,13 +154,13 @@ class Run:
             if not callable(given):
                 kind = type(given).__name__
                 raise ConfigError(f"run.checkpoint({name}=...): must be a function of a folder, not a {kind}")
-        self._loop.register(objects, framework=Framework(save, load))
+        self._loop.register(_given(objects), framework=Framework(save, load))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
         return self._loop.epochs(count)
 
-    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Iterator[Any]:
+    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Sized:
         """The batches of the steps that are left of this epoch.
 
         Each iteration is one step. A step makes one update of the registered objects: they may change from the first
@@ -169,10 +170,13 @@ class Run:
         Without a loader, for a loop that draws its own batches: the numbers of the epoch's `count` steps, as `run.step`
         counts them. Draw each batch in its own iteration, from the generators of Python, NumPy or torch: they are
         seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
+
+        `len(run.steps(...))` is the number of steps that are left of the epoch.
         """
         if loader is None and count is None:
             raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
-        return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
+        source = StepNumbers(count or 0, samples) if loader is None else loader
+        return Sized(self._loop.steps(source, count), lambda: self._loop.steps_left(source, count))
 
     def shares(self, batch: Any) -> Iterator[Any]:
         """The parts of a step's batch that this rank computes, one after another. With train.shares each is a share,
@@ -202,13 +206,13 @@ class Run:
         """
         return self._loop.batches(loader, per_step)
 
-    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def validation(self, loader: Iterable[Any]) -> Sized:
         """The batches of a loader, any iterable with the same number of batches on every rank.
 
         The ranks can stop before each batch. The next attempt then repeats everything that follows the steps of this
-        epoch, from the state that these steps have left.
+        epoch, from the state that these steps have left. Its length is that of the loader.
         """
-        return self._loop.validation(loader)
+        return Sized(self._loop.validation(loader), lambda: len(loader))  # type: ignore[arg-type]
 
     def log(self, **values: Any) -> None:
         """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to
@@ -234,6 +238,23 @@ def make_script_loop(context: AttemptContext) -> CustomLoop:
             raise
 
     return CustomLoop(call, context)
+
+
+class Sized(Iterator[Any]):
+    """Batches, and how many there are: progress bars ask."""
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
+        self._batches, self._length = batches, length
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._length()
+
+
+def _given(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in objects.items() if value is not None}
 
 
 def loop_of(run: Run) -> CustomLoop:

@@ -329,7 +329,7 @@ class TaskLoop(Loop):
         """Raise ConfigError unless the task's own state is the same on every rank: each writes a part of it. A
         collective if it has one."""
         state, engine = self.learner.task_state, self.engine
-        if not state.exists or self.size == 1 or engine.saves.saved.same_place(engine.position):
+        if not state.exists or self.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         if difference := difference_between_ranks({"state_dict": state.committed}, self.group):
             engine.spoil()

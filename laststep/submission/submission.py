@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from submitit import SlurmJob
 
+from laststep import script
 from laststep.checkpoint.store import CheckpointStore
 from laststep.code import code_copy, task_check
 from laststep.config import checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
-from laststep.config.schema import without_gpus
+from laststep.config.schema import READY_MADE, without_gpus
 from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
@@ -47,6 +48,8 @@ from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from laststep.submission.local import LocalJob
+
+WIDTH = 80  # of a terminal
 
 # Each room's checks. The first that fails is what the user reads, so the cheap ones come first, and Slurm last.
 NAME_CHECKS = (
@@ -173,10 +176,24 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
         return LocalJob(config, run)
 
 
-def show(config: Config, here: bool = False) -> int:
+def what_trains(config: Config, source: str, comment: bool = False) -> str:
+    """The first line of every start: the configuration, the task and the folder of all runs; a line for each where that
+    would be wider than a terminal. `source` is the YAML file as it was typed. `comment`: before YAML."""
+    data = f" ({config.model.name} on {config.data.name})" if config.task in READY_MADE else ""
+    what = f"script {script.shown(config.script)}" if config.script else f"task {config.task}{data}"
+    parts = [f"config {source}", what, f"runs in {short(Path(config.launch.root))}"]
+    line = ", ".join(parts)
+    if comment or len(line) <= WIDTH:
+        return f"# {line}" if comment else line
+    return "\n".join([parts[0], *(f"       {part}" for part in parts[1:])])
+
+
+def show(config: Config, source: str | None = None, here: bool = False) -> int:
     """--dry-run: print the configuration and the sbatch script, which `here`, with --local, does not exist; returns the
-    exit status."""
+    exit status. `source`: see `start`."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    if source is not None:
+        print(what_trains(config, source, comment=True))
     print(f"# {short(run.config)}\n{config.to_yaml()}")
     if here:
         print(f"# {counted(config.launch.world_size, 'rank')} on this machine")
@@ -191,15 +208,17 @@ def show_script(config: Config) -> int:
     return 0
 
 
-def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
+def start(config: Config, run: RunDir, way: Way, source: str | None = None, known: int = 0) -> int:
     """Start the ranks of a run whose folder exists, and print what becomes of it; returns the exit status.
 
-    `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
+    `source`: see `what_trains`; None for the run's own. `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
     """
     launch = config.launch
+    what = what_trains(config, source or short(run.config))
     if way in (Way.DEBUG, Way.LOCAL):
         from laststep.submission import local  # which takes a while to import, as `follow` does
 
+        print(what, flush=True)
         if way is Way.DEBUG:
             status = local.run_debug(config)
         else:
@@ -218,7 +237,7 @@ def start(config: Config, run: RunDir, way: Way, known: int = 0) -> int:
     from laststep.runs.run_status import StatusReader, may_never_start
 
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
-    print(f"run    {run.name}")
+    print(f"{what}\nrun    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
     print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")

@@ -315,7 +315,7 @@ def test_dry_run_of_a_run_on_this_machine(way: str, here: Path, capfd: pytest.Ca
     assert main([way, "--dry-run", "--name", "first", "launch.tasks_per_node=2", "device=cpu"]) == 0
     said = capfd.readouterr().out
     ranks = "2 ranks" if way == "--local" else "1 rank"
-    assert said.startswith("# runs/first/config.yaml\n") and said.endswith(f"# {ranks} on this machine\n")
+    assert "\n# runs/first/config.yaml\n" in said and said.endswith(f"# {ranks} on this machine\n")
     assert files(here) == []
 
 
@@ -323,7 +323,7 @@ def test_dry_run_of_a_sweep(slurm: Path, here: Path, capfd: pytest.CaptureFixtur
     """Which runs there would be, under which names, before a thousand of them are in the queue."""
     assert main(["sweep", "--dry-run", "--name", "scan", "optim.lr=0.1,0.03", "seed=0..1"]) == 0
     said = capfd.readouterr().out
-    assert said.startswith("# sweep scan: 4 runs\nscan-lr_0.1-seed_0  optim.lr=0.1 seed=0\n")
+    assert "\n# sweep scan: 4 runs\nscan-lr_0.1-seed_0  optim.lr=0.1 seed=0\n" in said
     assert "\nscan-lr_0.03-seed_1  optim.lr=0.03 seed=1\n" in said and "\n#SBATCH " in said
     assert files(here) == []
     assert not (slurm / "submitted.sh").exists()

@@ -34,6 +34,7 @@ def test_writes_a_project(
     words: list[str], folder: str, goes_there: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Everything that is written is named, and what is printed as the next commands can be typed as it stands."""
+    (here / "configs").unlink()
     assert main(["init", *words]) == 0
     wrote = "".join(f"wrote  {Path(folder) / name}\n" for name in FILES)
     assert capfd.readouterr() == (f"{wrote}{goes_there}next   laststep --local\n", "")
@@ -45,6 +46,7 @@ def test_writes_a_project(
 
 def test_needs_no_option(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In its folder the command finds the project's configuration, task and site profile."""
+    (here / "configs").unlink()
     assert main(["init"]) == 0
     capfd.readouterr()
     assert main(["--dry-run", "--nodes", "2", "--site", "configs/site/example.yaml"]) == 0

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from laststep.cli.main import find_project, main
+from laststep.config.config import Config
+from laststep.say import command
+from laststep.submission import submission
+from tests.support.commands import refusal
 
 
 @pytest.fixture
@@ -79,3 +83,66 @@ def test_init_writes_here(project: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.chdir(project / "src")
     assert main(["init", "inner"]) == 0
     assert (project / "src" / "inner" / "digits.py").exists()
+
+
+@pytest.fixture
+def nowhere(here: Path) -> Path:
+    """A folder with no project above it."""
+    (here / "configs").unlink()
+    return here
+
+
+@pytest.mark.parametrize(
+    "words", [["--local"], ["--nodes", "2"], ["--dry-run"], ["sweep", "seed=0..1"], ["prove"], ["train.epochs=3"]]
+)
+def test_no_project(words: list[str], nowhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ten minutes of a demo that nobody has asked for look like a training of one's own: it trains by its name."""
+    said = refusal(words, capfd, nowhere)
+    typed = command()
+    assert said.startswith(f"no project here (no configs/ in {nowhere}, nor above it): `{typed} init` writes one; ")
+    assert said.endswith(f"`{typed} --config mnist --local` trains the demo, handwritten digits")
+
+
+def test_what_names_itself(nowhere: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The demo by its name, a task that was typed, a configuration of one's own by its path: nothing is left to say."""
+    (nowhere / "mine.yaml").write_text("seed: 7\n")
+    for words in (["--config", "mnist"], ["task=classification"], ["--config", "mine.yaml"]):
+        assert main(["--dry-run", *words]) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("# config ")]
+    assert [line.partition(",")[0] for line in said] == ["# config mnist", "# config none", "# config mine.yaml"]
+
+
+def test_a_project_without_a_default(nowhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two configurations, and none of them is called default.yaml: which is meant is the user's to say."""
+    (nowhere / "configs").mkdir()
+    for name in ("large", "small"):
+        (nowhere / "configs" / f"{name}.yaml").write_text("seed: 7\n")
+    assert main(["--local"]) == 2
+    assert capfd.readouterr().err == (
+        "error: there is no configs/default.yaml; name a configuration: --config large or small\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "# seed: 7\n", "\n---\n", "{}\n"])
+def test_an_empty_configuration(text: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All of it is commented out, or the editor has not saved it: the schema's defaults are another experiment."""
+    (here / "mine.yaml").write_text(text)
+    said = refusal(["--local", "--config", "mine.yaml", "seed=3"], capfd, here)
+    assert said == "--config mine.yaml: sets no key, so Laststep's defaults would train; name the task in it"
+
+
+def test_the_first_lines_say_what_trains(
+    project: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Config, task and folder of runs, in 80 columns: a wrong one is seen before the first epoch, not the last."""
+    monkeypatch.chdir(project)
+    expected = "config configs/default.yaml, task digits.Digits, runs in runs\n"
+    assert main(["--nodes", "2"]) == 0
+    assert capfd.readouterr().out.startswith(expected)
+    assert main(["--dry-run", "--name", "dry"]) == 0
+    assert capfd.readouterr().out.startswith(f"# {expected}")
+    assert main(["sweep", "seed=1,2"]) == 0
+    assert capfd.readouterr().out.startswith(expected)
+    long = submission.what_trains(Config.load("mnist", [f"launch.root=/{'r' * 60}"]), "mnist")
+    parts = ["config mnist", "       task classification (convnet on mnist-5k)", f"       runs in /{'r' * 60}"]
+    assert long.splitlines() == parts

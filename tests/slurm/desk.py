@@ -28,7 +28,7 @@ print("its result is of step", job.result()["step"])
 
 
 class Desk:
-    """A user's desk: a folder with runs, and terminals to start them from.
+    """A user's desk: a folder with a clone's configurations and runs, and terminals to start them from.
 
     There `python` and `torchrun` are `python`: by default forked processes, see tests/support/forked.
     """
@@ -38,6 +38,7 @@ class Desk:
         self.folder = folder
         self.python = python or forked_python()
         self.terminals: list[subprocess.Popen[bytes]] = []
+        (folder / "configs").symlink_to(PROJECT / "configs")
         programs = folder / "bin"
         programs.mkdir()
         (programs / "torchrun").write_text(f"#!{self.python}\nfrom torch.distributed.run import main\n\nmain()\n")
