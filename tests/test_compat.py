@@ -395,7 +395,7 @@ def test_parameters_without_a_gradient() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
-        model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+        model.forward = lambda x: model[0](x)
         ddp = nn.parallel.DistributedDataParallel(model)
         ddp(torch.ones(1, 2)).sum().backward()
         assert compat.missing_gradients(ddp) == [2, 3]

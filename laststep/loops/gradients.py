@@ -186,8 +186,8 @@ class Replicated(Gradients):
 
 def unused(ddp: nn.Module, missing: Sequence[int], task: str) -> str:
     """What to say of parameters without a gradient, by their numbers among those of `ddp` that are trained."""
-    trained = [name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad]
-    names = [trained[number].removeprefix("model.") for number in missing if number < len(trained)]
+    trained = [name for name, parameter in ddp.named_parameters() if parameter.requires_grad]
+    names = [trained[number].removeprefix("module.model.") for number in missing if number < len(trained)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"task={task}: a step gave no gradient to {', '.join(names[:3]) + more or 'a parameter'}: with several ranks "
