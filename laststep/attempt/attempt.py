@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 CLOSE_S = 10.0
 # How long the farewell may take, in which the ranks wait 10 s for each other and then disconnect: NCCL may hang there.
 FAREWELL_S = 15.0
+# How long the end of a finished run is not recorded yet, for the last points of its curves.
+CURVES_S = 5.0
 # The whole end may take launch.hang_timeout_s, or this where that is shorter than a busy machine needs.
 END_S = 60.0
 
@@ -216,6 +218,8 @@ class Attempt:
         record, wants_requeue = None, False
         if world.rank == 0:
             if finished:
+                # Before the record: if this process is killed meanwhile, the next attempt does it; after it, none.
+                engine.tensorboard.complete(CURVES_S)
                 record = record_end(state, "finished", step, step, lost_s=0.0)
             else:
                 cause = ending_by_signal(state)

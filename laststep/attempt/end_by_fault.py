@@ -304,7 +304,7 @@ class Rescuer:
         self.silence, held = "", {}
         for freeze in (self._freeze_live, self._freeze_copies):  # of what both hold, the copy is used
             try:
-                held.update({(one.place, one.shard): one for one in freeze(engine, timeout_s)})
+                held.update({(one.moment, one.shard): one for one in freeze(engine, timeout_s)})
             except DeviceSilent as silence:
                 self.silence = str(silence)
                 say(f"WARNING: this rank cannot save its state: {silence}")
@@ -322,14 +322,14 @@ class Rescuer:
                 engine.saves.wait(COMMIT_S)  # all ranks may be alive, and about to commit it
         with engine.frozen() as frozen:
             saved = engine.saves.saved.step == step
-            held = (engine.position.place, frozen.bytes, saved, engine.rescuable, shard, shards)
+            held = (engine.position.moment, frozen.bytes, saved, engine.rescuable, shard, shards)
             return [Holding(*held, advances=engine.can_advance)]
 
     def _freeze_copies(self, engine: Engine, timeout_s: float) -> list[Holding]:
         """The copies in this rank's host memory."""
         saved, shards = engine.saves.saved.step, engine.place.shards
         return [
-            Holding(copy.place, copy.bytes, saved == copy.place[0], shard=copy.shard, shards=shards, commits=copy.own)
+            Holding(copy.moment, copy.bytes, saved == copy.moment[0], shard=copy.shard, shards=shards, commits=copy.own)
             for copy in engine.freeze_copies(timeout_s)
         ]
 
@@ -360,7 +360,7 @@ class Rescuer:
         if why := self._why_not_ours():
             return self._rescue.report_unable(why)
         try:
-            with engine.frozen(plan.place) as frozen:
+            with engine.frozen(plan.moment) as frozen:
                 write = (plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part))
                 entry = Patience(INSIST_S, say).insist(lambda: frozen.write_part(*write))
         except Superseded:
@@ -386,7 +386,7 @@ class Rescuer:
     def _act(self, plan: Plan) -> None:
         """Commit what is written, record the end and requeue the job, for all ranks."""
         state, engine = self._state, self._state.engine
-        if engine is not None and plan.place is None and engine.saves.saving is not None:
+        if engine is not None and plan.moment is None and engine.saves.saving is not None:
             with contextlib.suppress(RuntimeError):
                 engine.saves.wait(COMMIT_S)  # it may be committed already: then the run is back at that step
         end_step = saved_step = max(state.start_step, engine.saves.saved.step if engine else 0)
@@ -396,10 +396,10 @@ class Rescuer:
             engine is not None and plan.silences and plan.done_step < 0
         ):  # no survivor can tell how far its device has come
             end_step = max(end_step, engine.readback.first_step)  # the steps before this one have their lines
-        if plan.place is not None and engine is not None:
+        if plan.moment is not None and engine is not None:
             if engine.rescuable:
-                saved_step = plan.place[0]
-            elif plan.place[0] > saved_step:
+                saved_step = plan.moment[0]
+            elif plan.moment[0] > saved_step:
                 say(f"only all ranks together can save this run's state: step {saved_step} is the last saved")
         self._record(plan, max(plan.done_step, end_step), saved_step)
         self._rescue.report_acted(plan)
@@ -407,14 +407,14 @@ class Rescuer:
     def _commit(self, plan: Plan, engine: Engine) -> bool:
         """Commit the step that the plan saves, which is written completely."""
         state = self._state
-        assert plan.place is not None
-        step = plan.place[0]
+        assert plan.moment is not None
+        step = plan.moment[0]
         if why := self._why_not_ours():
             say(f"WARNING: this rank cannot save step {step}: {why}")
             self._rescue.report_unable(why)
             return False
         try:
-            with engine.frozen(plan.place) as frozen:
+            with engine.frozen(plan.moment) as frozen:
                 frozen.commit(plan.generation, plan.written, Patience(INSIST_S, say))
         except StateChanged:  # this rank's device has continued, and it has announced the next step
             return False

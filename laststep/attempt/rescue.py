@@ -112,7 +112,7 @@ class Rescue:
     def duty(self) -> Part | Plan | Gathered | None:
         """The same, without waiting: None also when there is nothing to do yet."""
         plan, me = self.plan, self._me
-        if plan is None or (me.unable is not None and plan.place is not None):
+        if plan is None or (me.unable is not None and plan.moment is not None):
             return None
         if plan.gathered is not None:
             return plan.gathered if me.can_advance(plan.gathered) else None

@@ -1,9 +1,9 @@
 """What the leader of a rescue decides: which survivors write which part of the last finished step, and who commits it.
 
 A state consists of shards: one that is not sharded is a single shard, of which each rank has a replica. A survivor may
-hold several shards, and one shard of several steps: what it trains with, and copies in host memory. The newest place is
-saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors may be one step apart,
-so that they hold no step as a whole; those behind then do the update of the newest step, if that completes it.
+hold several shards, and one shard of several steps: what it trains with, and copies in host memory. The newest moment
+is saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors may be one step
+apart, so that they hold no step as a whole; those behind then do the update of the newest step, if that completes it.
 
 First what the files of a rescue say (`Survivor`, `Plan`, `Board`), then the survivors as the leader sees them (`Roll`),
 then the decision (`next_plan`). Nothing here touches a file or a clock. Time is counted in rounds of the leader, so a
@@ -18,16 +18,15 @@ from typing import Any
 
 from laststep.checkpoint.files import Stripe, stripe_count
 from laststep.ranks.fault import Fault
+from laststep.ranks.replicas import Moment
 from laststep.ranks.world import Gathered
-
-Place = tuple[int, int, bool, bool]  # see `Position.place`
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A shard of a state that a survivor can write. It has at most one with this place and shard."""
+    """A shard of a state that a survivor can write. It has at most one with this moment and shard."""
 
-    place: Place
+    moment: Moment
     bytes: int  # of the shard
     saved: bool  # whether there is a checkpoint of this state
     savable: bool = True  # whether the ranks that hold the shards have all of the state
@@ -58,7 +57,7 @@ class Survivor:
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Survivor:
         """The survivor with these fields, as `dataclasses.asdict` made them. Raises TypeError or KeyError."""
-        holdings = tuple(Holding(**{**one, "place": tuple(one["place"])}) for one in fields["holdings"])
+        holdings = tuple(Holding(**{**one, "moment": tuple(one["moment"])}) for one in fields["holdings"])
         failure, gathered = fields["failure"] and Fault(**fields["failure"]), _gathered(fields)
         return cls(**{**fields, "failure": failure, "holdings": holdings, "gathered": gathered})
 
@@ -71,14 +70,14 @@ class Survivor:
         if not self.can_advance(gathered):
             return self
         holdings = (
-            replace(one, place=(gathered.step, *one.place[1:])) if _is_before(one, gathered) else one
+            replace(one, moment=(gathered.step, *one.moment[1:])) if _is_before(one, gathered) else one
             for one in self.holdings
         )
         return replace(self, holdings=tuple(holdings))
 
 
 def _is_before(holding: Holding, gathered: Gathered) -> bool:
-    return holding.advances and holding.place[0] == gathered.step - 1
+    return holding.advances and holding.moment[0] == gathered.step - 1
 
 
 def _gathered(fields: Mapping[str, Any]) -> Gathered | None:
@@ -114,7 +113,7 @@ class Plan:
 
     generation: str
     actor: int  # the rank that commits and records the end; the lowest of those that can
-    place: Place | None  # of the state to save; None: the survivors do not hold all of any
+    moment: Moment | None  # of the state to save; None: the survivors do not hold all of any
     parts: tuple[Part, ...] = ()  # by shard, in the order of their bytes; empty if the state is saved or not savable
     gathered: Gathered | None = None  # nothing is saved yet: those that hold the step before do this update
     act: bool = False  # everything is written, and nobody is waited for: the actor acts
@@ -131,7 +130,7 @@ class Plan:
         return cls(
             **{
                 **fields,
-                "place": fields["place"] and tuple(fields["place"]),
+                "moment": fields["moment"] and tuple(fields["moment"]),
                 "parts": tuple(Part(**part) for part in fields["parts"]),
                 "gathered": _gathered(fields),
                 "present": tuple(fields["present"]),
@@ -168,7 +167,7 @@ SILENT_S = 5.0
 # does not answer says so itself, much earlier.
 STUCK_S = 30.0
 
-Held = dict[Place, dict[int, list[int]]]
+Held = dict[Moment, dict[int, list[int]]]
 
 
 class Roll:
@@ -218,16 +217,16 @@ class Roll:
         return [one for one in self.alive if not self._is_stuck(one.rank)]
 
     def held(self) -> Held:
-        """Which of them can write which shard of the state at which place; the lowest rank first."""
+        """Which of them can write which shard of the state at which moment; the lowest rank first."""
         return _held(self.able)
 
-    def committers(self, place: Place) -> list[int]:
-        """Which of them can commit the state at this place; the lowest rank first."""
-        return _committers(self.able, place)
+    def committers(self, moment: Moment) -> list[int]:
+        """Which of them can commit the state at this moment; the lowest rank first."""
+        return _committers(self.able, moment)
 
     @property
-    def best(self) -> Place | None:
-        """The newest place of which all shards are held."""
+    def best(self) -> Moment | None:
+        """The newest moment of which all shards are held."""
         return self._best(self.able)
 
     def to_advance(self) -> Gathered | None:
@@ -242,7 +241,7 @@ class Roll:
         best = self._best([one.advanced(gathered) for one in able])
         return gathered if best is not None and best[0] == gathered.step else None
 
-    def _best(self, able: Sequence[Survivor]) -> Place | None:
+    def _best(self, able: Sequence[Survivor]) -> Moment | None:
         count = self.shards
         whole = (p for p, shards in _held(able).items() if len(shards) == count and _committers(able, p))
         return max(whole, default=None)
@@ -258,14 +257,14 @@ class Roll:
         everybody = self.all_frozen and self._is_complete
         return everybody or self._unannounced * self._round_s >= SETTLE_S
 
-    def has_gathered(self, place: Place | None) -> bool:
+    def has_gathered(self, moment: Moment | None) -> bool:
         """Whether nobody is waited for any more, neither survivors that freeze nor ranks that did not sign in, when the
-        state at this place can be saved."""
+        state at this moment can be saved."""
         if not self.all_frozen:
             return False
         newest = max(self.held(), default=None)
         # A step that not even the survivors have all done is none of these: SIGKILL may be nearer than the wait for it.
-        steps_at_stake = place is None or (newest is not None and min(newest[0], self.done_step) > place[0])
+        steps_at_stake = moment is None or (newest is not None and min(newest[0], self.done_step) > moment[0])
         if steps_at_stake and any(one.began_step for one in self.found.values()):
             return self._is_complete or self._unjoined_s >= ALONE_S
         return self._is_complete or self._unjoined * self._round_s >= GATHER_S
@@ -279,7 +278,7 @@ class Roll:
         steps: dict[int, int] = {}
         for one in self.found.values():
             for holding in one.holdings:
-                steps[holding.shard] = max(steps.get(holding.shard, -1), holding.place[0])
+                steps[holding.shard] = max(steps.get(holding.shard, -1), holding.moment[0])
         newest = max(steps.values(), default=-1)
         return min((step for step in steps.values() if step >= newest - 1), default=-1)
 
@@ -301,15 +300,15 @@ def _held(able: Iterable[Survivor]) -> Held:
     held: Held = {}
     for one in able:
         for holding in one.holdings if one.unable is None else ():
-            held.setdefault(holding.place, {}).setdefault(holding.shard, []).append(one.rank)
+            held.setdefault(holding.moment, {}).setdefault(holding.shard, []).append(one.rank)
     return held
 
 
-def _committers(able: Iterable[Survivor], place: Place) -> list[int]:
+def _committers(able: Iterable[Survivor], moment: Moment) -> list[int]:
     return [
         one.rank
         for one in able
-        if one.unable is None and any(holding.place == place and holding.commits for holding in one.holdings)
+        if one.unable is None and any(holding.moment == moment and holding.commits for holding in one.holdings)
     ]
 
 
@@ -338,7 +337,7 @@ def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) 
         return plan
     plan = _share_anew(plan, roll)
     written = _written(plan, roll)
-    if len(written) < len(plan.parts) or not roll.has_gathered(plan.place):
+    if len(written) < len(plan.parts) or not roll.has_gathered(plan.moment):
         return plan
     failures = tuple(one.failure for one in roll.found.values() if one.failure)
     return replace(
@@ -348,59 +347,59 @@ def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) 
         present=tuple(sorted(roll.found)),
         failures=failures,
         done_step=roll.done_step,
-        lost_shards=_lost_shards(plan.place, roll),
+        lost_shards=_lost_shards(plan.moment, roll),
         silences=tuple((rank, one.silence) for rank, one in sorted(roll.found.items()) if one.silence),
     )
 
 
 def is_behind(plan: Plan, holdings: Iterable[Holding]) -> bool:
     """Whether these are all shards of a state that is further along than the one that the plan saves."""
-    newer = [holding for holding in holdings if plan.place is None or holding.place > plan.place]
-    return any(sum(other.place == one.place for other in newer) == one.shards for one in newer)
+    newer = [holding for holding in holdings if plan.moment is None or holding.moment > plan.moment]
+    return any(sum(other.moment == one.moment for other in newer) == one.shards for one in newer)
 
 
 def _is_obsolete(plan: Plan, roll: Roll) -> bool:
     """Whether the plan cannot be carried out as it is, or a better state has been found."""
     best = roll.best
-    if plan.place is None:
+    if plan.moment is None:
         return best is not None or plan.actor not in [one.rank for one in roll.able]
-    if plan.actor not in roll.committers(plan.place) or (best is not None and best > plan.place):
+    if plan.actor not in roll.committers(plan.moment) or (best is not None and best > plan.moment):
         return True
-    return not _is_complete(plan, plan.place, roll)
+    return not _is_complete(plan, plan.moment, roll)
 
 
-def _is_complete(plan: Plan, place: Place, roll: Roll) -> bool:
+def _is_complete(plan: Plan, moment: Moment, roll: Roll) -> bool:
     """Whether each part of the plan is written, or can be."""
-    written, shards = _written(plan, roll), roll.held().get(place, {})
+    written, shards = _written(plan, roll), roll.held().get(moment, {})
     return all(part.file in written or part.shard in shards for part in plan.parts)
 
 
 def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
     """The plan with another actor, where the first is lost and its shard lives on in what it has written; else None:
     the survivors begin anew, in a folder where the first writes nothing if it comes back."""
-    if plan is None or plan.place is None:
+    if plan is None or plan.moment is None:
         return None
-    committers, best = roll.committers(plan.place), roll.best
-    can_begin_anew = best is not None and best >= plan.place
-    if plan.actor in committers or not committers or can_begin_anew or not _is_complete(plan, plan.place, roll):
+    committers, best = roll.committers(plan.moment), roll.best
+    can_begin_anew = best is not None and best >= plan.moment
+    if plan.actor in committers or not committers or can_begin_anew or not _is_complete(plan, plan.moment, roll):
         return None
     return replace(plan, actor=committers[0], act=False)
 
 
 def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
-    held, place = roll.held(), roll.best
-    if place is None:
+    held, moment = roll.held(), roll.best
+    if moment is None:
         able = roll.able
         return Plan(new_generation(), able[0].rank, None) if able and roll.has_gathered(None) else None
     if not roll.has_settled:
         return None
-    plan = Plan(new_generation(), roll.committers(place)[0], place)
-    holdings = [holding for one in roll.able for holding in one.holdings if holding.place == place]
+    plan = Plan(new_generation(), roll.committers(moment)[0], moment)
+    holdings = [holding for one in roll.able for holding in one.holdings if holding.moment == moment]
     if any(holding.saved or not holding.savable for holding in holdings):
         return plan
     sizes = {holding.shard: holding.bytes for holding in holdings}
     whole = Part(0, 0, 1, plan.actor).stripe
-    shares = (_shared(shard, whole, sizes[shard], held[place][shard]) for shard in range(roll.shards))
+    shares = (_shared(shard, whole, sizes[shard], held[moment][shard]) for shard in range(roll.shards))
     return replace(plan, parts=tuple(part for parts in shares for part in parts))
 
 
@@ -414,23 +413,23 @@ def _shared(shard: int, stripe: Stripe, count: int, ranks: Sequence[int]) -> Ite
 
 def _share_anew(plan: Plan, roll: Roll) -> Plan:
     """The plan in which the others write what a lost writer has not completed."""
-    if plan.place is None:
+    if plan.moment is None:
         return plan
-    held, written = roll.held().get(plan.place, {}), _written(plan, roll)
+    held, written = roll.held().get(plan.moment, {}), _written(plan, roll)
     parts: list[Part] = []
     for part in plan.parts:
         if part.file in written or part.rank in held.get(part.shard, ()):
             parts.append(part)
         else:
-            size = _size(plan.place, part.shard, roll)
+            size = _size(plan.moment, part.shard, roll)
             parts.extend(_shared(part.shard, part.stripe, size, held[part.shard]))
     return replace(plan, parts=tuple(parts))
 
 
-def _size(place: Place, shard: int, roll: Roll) -> int:
+def _size(moment: Moment, shard: int, roll: Roll) -> int:
     """The bytes of a shard that a survivor holds."""
     holdings = (holding for one in roll.able for holding in one.holdings)
-    return next(holding.bytes for holding in holdings if (holding.place, holding.shard) == (place, shard))
+    return next(holding.bytes for holding in holdings if (holding.moment, holding.shard) == (moment, shard))
 
 
 def _written(plan: Plan, roll: Roll) -> dict[str, Any]:
@@ -443,10 +442,10 @@ def _written(plan: Plan, roll: Roll) -> dict[str, Any]:
     return found
 
 
-def _lost_shards(place: Place | None, roll: Roll) -> tuple[int, ...]:
+def _lost_shards(moment: Moment | None, roll: Roll) -> tuple[int, ...]:
     """The shards that no survivor can write of the newest step that any of them holds, if that step is not saved."""
     held = roll.held()
     newest = max(held, default=None)
-    if newest is None or (place is not None and place >= newest):
+    if newest is None or (moment is not None and moment >= newest):
         return ()
     return tuple(shard for shard in range(roll.shards) if shard not in held[newest])

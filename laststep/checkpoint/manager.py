@@ -114,7 +114,7 @@ class CheckpointManager:
         self.due = False
         began = time.perf_counter()
         self.wait()
-        if not self.saved.same_place(position):
+        if not self.saved.same_moment(position):
             self._began, writing = time.monotonic(), time.perf_counter()
             opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
             self._started.clear()
@@ -262,10 +262,10 @@ class Position:
         self.loss_sum, self.loss_samples = self.cut_loss_sum, self.cut_loss_samples
 
     @property
-    def place(self) -> tuple[int, int, bool, bool]:
+    def moment(self) -> tuple[int, int, bool, bool]:
         """What distinguishes it from any other position of the run; a later one is larger."""
         return self.step, self.validated, self.over, self.finished
 
-    def same_place(self, other: Position) -> bool:
+    def same_moment(self, other: Position) -> bool:
         """Whether a checkpoint of `other` makes one of this position unnecessary."""
-        return self.place == other.place
+        return self.moment == other.moment

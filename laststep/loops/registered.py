@@ -456,7 +456,7 @@ def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str
 def _describe_difference(leaves: dict[str, Any], sharded: dict[str, Any], group: Group, shards: int) -> str:
     """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
     rank, size = group.world.rank, group.world.size
-    own = {name: _digest(leaf) for name, leaf in (leaves | sharded).items()}
+    own = {name: digest(leaf) for name, leaf in (leaves | sharded).items()}
     group.store.set(f"state/{rank}", json.dumps(own))
     found = [json.loads(text) for text in group.store.multi_get([f"state/{each}" for each in range(size)])]
     names, ranks = list[str](), list[str]()
@@ -482,23 +482,13 @@ def _checksum(leaves: list[tuple[str, Any]], device: torch.device) -> Tensor:
             plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
             hashes.setdefault(leaf.device, []).append(_hash(leaf))
         else:
-            plain.update(f"{name} {_digest(leaf)}\n".encode())
+            plain.update(f"{name} {digest(leaf)}\n".encode())
     total = torch.tensor([int.from_bytes(plain.digest(), "little")], device=device)
     for same in hashes.values():
         stacked = torch.stack(same)
         weights = torch.arange(1, 2 * len(same), 2, device=stacked.device)  # else two tensors could change places
         total += (stacked * weights).sum().to(device)
     return total
-
-
-def _digest(leaf: Any) -> str:
-    """A text that differs where values differ. Of objects that are not plain only the type counts."""
-    if isinstance(leaf, Tensor):
-        leaf = local_of(leaf)
-        return f"{leaf.dtype} {tuple(leaf.shape)} {int(_hash(leaf)) if _can_hash(leaf) else ''}"
-    if isinstance(leaf, PLAIN):
-        return f"{type(leaf).__name__} {leaf!r}"
-    return type(leaf).__name__
 
 
 def _can_hash(tensor: Tensor) -> bool:
@@ -527,7 +517,7 @@ def digest(value: Any) -> str:
             hashed.update(_bytes_of(leaf))
         elif isinstance(leaf, numpy.ndarray):
             hashed.update(f"{leaf.dtype} {leaf.shape}\n".encode())
-            hashed.update(leaf.tobytes())
+            hashed.update(b"" if leaf.dtype.hasobject else leaf.tobytes())
         elif isinstance(leaf, PLAIN):
             hashed.update(repr(leaf).encode())
     return hashed.hexdigest()
@@ -552,7 +542,10 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return repr(tensor).encode()
-    values = local_of(tensor).cpu().contiguous().reshape(-1)
+    tensor = local_of(tensor)
+    if tensor.device.type == "meta":
+        return b""
+    if tensor.layout is not torch.strided:
+        return repr(tensor.cpu()).encode()  # without the number of its device
+    values = tensor.cpu().contiguous().reshape(-1)
     return values.resolve_conj().resolve_neg().view(torch.uint8).numpy().data

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from laststep import script
-from laststep.config.args import checked_args, free_args
+from laststep.config.args import user_args
 from laststep.config.checks import check_no_sharding
-from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
+from laststep.records.plan import read_given
 from laststep.task import args_parameter
 
 
@@ -77,7 +78,9 @@ class Run:
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.device = loop.group.device
-        self.config = loop.config
+        self.config = loop.given.reads.watch(loop.config)
+        if loop.engine.probe is not None:
+            loop.engine.probe.variables.leave_out(args)
         self.name, self.folder = loop.run_dir.name, loop.run_dir.path
 
     @property
@@ -131,9 +134,10 @@ class Run:
         the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
 
         A model may be sharded by torch's `fully_shard`, over a mesh of all ranks: `(ranks,)`, or `(replicas, shards)`.
-        Of DTensors, in its optimizer and in any other object, each rank saves its rows.
+        Of DTensors, in its optimizer and in any other object, each rank saves its rows. None is left out, as of a
+        scaler that is not used.
         """
-        self._loop.register(objects, self.averages_gradients)
+        self._loop.register(_given(objects), self.averages_gradients)
 
     def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
         """Call this instead of `restore` where a framework holds state that cannot be registered, such as the shards
@@ -153,13 +157,13 @@ class Run:
             if not callable(given):
                 kind = type(given).__name__
                 raise ConfigError(f"run.checkpoint({name}=...): must be a function of a folder, not a {kind}")
-        self._loop.register(objects, framework=Framework(save, load))
+        self._loop.register(_given(objects), framework=Framework(save, load))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
         return self._loop.epochs(count)
 
-    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Iterator[Any]:
+    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Sized:
         """The batches of the steps that are left of this epoch.
 
         Each iteration is one step. A step makes one update of the registered objects: they may change from the first
@@ -169,10 +173,13 @@ class Run:
         Without a loader, for a loop that draws its own batches: the numbers of the epoch's `count` steps, as `run.step`
         counts them. Draw each batch in its own iteration, from the generators of Python, NumPy or torch: they are
         seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
+
+        `len(run.steps(...))` is the number of steps that are left of the epoch.
         """
         if loader is None and count is None:
             raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
-        return self._loop.steps(StepNumbers(count or 0, samples) if loader is None else loader, count)
+        source = StepNumbers(count or 0, samples) if loader is None else loader
+        return Sized(self._loop.steps(source, count), lambda: self._loop.steps_left(source, count))
 
     def shares(self, batch: Any) -> Iterator[Any]:
         """The parts of a step's batch that this rank computes, one after another. With train.shares each is a share,
@@ -202,13 +209,13 @@ class Run:
         """
         return self._loop.batches(loader, per_step)
 
-    def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def validation(self, loader: Iterable[Any]) -> Sized:
         """The batches of a loader, any iterable with the same number of batches on every rank.
 
         The ranks can stop before each batch. The next attempt then repeats everything that follows the steps of this
-        epoch, from the state that these steps have left.
+        epoch, from the state that these steps have left. Its length is that of the loader.
         """
-        return self._loop.validation(loader)
+        return Sized(self._loop.validation(loader), lambda: len(loader))  # type: ignore[arg-type]
 
     def log(self, **values: Any) -> None:
         """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to
@@ -224,16 +231,32 @@ def make_script_loop(context: AttemptContext) -> CustomLoop:
     """The loop around a script."""
     words, name = context.config.script, script.name_of(context.config.script)
 
-    def call(loop: CustomLoop) -> None:
-        script.joined = Run(loop, free_args({}))
+    def call(run: Run) -> None:
         try:
             script.run_as_main(words)
         except SystemExit as error:
-            if loop.phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
+            if loop_of(run).phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
                 raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None
             raise
 
-    return CustomLoop(call, context)
+    return _make_loop(call, context, None, None)
+
+
+class Sized(Iterator[Any]):
+    """Batches, and how many there are: progress bars ask."""
+
+    def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
+        self._batches, self._length = batches, length
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._length()
+
+
+def _given(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in objects.items() if value is not None}
 
 
 def loop_of(run: Run) -> CustomLoop:
@@ -241,35 +264,35 @@ def loop_of(run: Run) -> CustomLoop:
     return run._loop
 
 
-def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[CustomLoop], Any]:
-    """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
-    it."""
-    args, takes_args = user_args(function, config.args)
-
-    def call(loop: CustomLoop) -> Any:
-        script.joined = run = Run(loop, args)
-        return function(run, *([args] if takes_args else []))
-
-    return call
-
-
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
+    """The loop around a function that has its own training loop: called with a Run and, if it takes them, with the
+    args. Raises ConfigError for args that do not fit it."""
     check_no_sharding(context.config)
-    return CustomLoop(called_with_run(function, context.config), context)
+    takes_args = args_parameter(function) is not None
+    call = (lambda run: function(run, run.args)) if takes_args else function
+    return _make_loop(call, context, getattr(function, "reads", None), settings_of(function))
 
 
-def user_args(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The settings for this function, and whether it takes them as its second argument.
+def _make_loop(
+    call: Callable[[Run], Any], context: AttemptContext, reads: Iterable[str] | None, settings: type | None
+) -> CustomLoop:
+    config = context.config
+    reads_late = declared(reads, settings)
+    given = GivenKeys(config.task, read_given(context.run.given), for_a_function(config), reads_late)
+    args = user_args(settings, config.args, given.reads.keys)
 
-    They are an instance of the dataclass with which that argument is annotated, if it is, else a FreeArgs. Raises
-    ConfigError for settings that do not fit the dataclass.
-    """
+    def begin(loop: CustomLoop) -> Any:
+        script.joined = run = Run(loop, args)
+        return call(run)
+
+    return CustomLoop(begin, context, given)
+
+
+def settings_of(function: Callable[..., Any]) -> type | None:
+    """The dataclass with which the second parameter of this function, `args`, is annotated; None if it is not."""
     parameter = args_parameter(function)
     annotation = None if parameter is None else _resolved(function, parameter)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return checked_args(annotation, given), True
-    return free_args(given), parameter is not None
+    return annotation if isinstance(annotation, type) and dataclasses.is_dataclass(annotation) else None
 
 
 def _resolved(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

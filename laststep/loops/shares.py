@@ -15,7 +15,6 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import StepLoader, StepNumbers
 from laststep.data.order import nth_seed, seed_generators, seed_of
-from laststep.loops import loop_rules
 from laststep.loops.measured import LoggedValues
 from laststep.loops.registered import Registered
 from laststep.ranks.group import Group, TreeHook
@@ -74,7 +73,10 @@ class PartialSums:
         while share >> level & 1:  # the bits of the counter that are carried
             earlier = self._levels[level].pop(parameter, None)
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+                # Without a gradient here, other ranks may have added zeros: a zero may have changed its sign.
+                parameter.grad = earlier.add_(0.0) if parameter.grad is None else parameter.grad.add_(earlier)
+            elif parameter.grad is not None:
+                parameter.grad.add_(0.0)
             level += 1
         if level < len(self._levels) and parameter.grad is not None:
             self._levels[level][parameter] = parameter.grad
@@ -111,6 +113,12 @@ class ShareSum(PartialSums):
         self.add(self._share, parameter)
 
 
+NOT_IN_SHARES = (
+    "with train.shares a batch of run.steps(...) comes in shares: write `for batch in run.shares(batch):` around the "
+    "forward and backward pass, and optimizer.step() after this loop"
+)
+
+
 class SharedBatch:
     """What run.steps(loader) gives with train.shares: run.shares(...) takes this rank's shares out of it."""
 
@@ -118,7 +126,7 @@ class SharedBatch:
         self._shares = shares
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise ConfigError(loop_rules.NOT_IN_SHARES)
+        raise ConfigError(NOT_IN_SHARES)
 
     __iter__ = __len__ = __getitem__ = _refuse
 
@@ -167,24 +175,36 @@ class CustomShares:
             return step
         return step * self.here + self._computed if self._under_way else None
 
-    def register(self, registered: Registered, averages_gradients: bool) -> str | None:
-        """Sum the gradients of these objects over the shares from now on, if there are shares. Returns what is wrong
-        with them; `averages_gradients`: the function, or a framework, does so without DistributedDataParallel."""
+    def register(self, registered: Registered, averages_gradients: bool) -> None:
+        """Sum the gradients of these objects over the shares from now on, if there are shares. `averages_gradients`:
+        the function, or a framework, does so without DistributedDataParallel. Raises ConfigError if nothing does."""
         self._registered, size = registered, self._group.world.size
         unsummed = registered.unaveraged()
-        if self.total is not None and registered.has_sharded:
-            return loop_rules.SHARDED
+        what = f"run.restore({''.join(unsummed[:1])}=...): updates parameters of no registered DistributedDataParallel"
         if self.total is None:
-            return (
-                loop_rules.of_registration(unsummed, size) if unsummed and size > 1 and not averages_gradients else None
+            if unsummed and size > 1 and not averages_gradients:
+                raise ConfigError(
+                    f"{what}, so nothing averages their gradients over the {size} ranks. Register the "
+                    "DistributedDataParallel itself, not the module inside it, or make the optimizer after "
+                    "fully_shard; or, if the loop averages them, set run.averages_gradients = True before "
+                    "run.restore(...)"
+                )
+            return
+        if registered.has_sharded:
+            raise ConfigError("train.shares cannot be combined with a sharded model (fully_shard) yet; remove this key")
+        if averages_gradients:
+            raise ConfigError(
+                "train.shares needs a registered DistributedDataParallel, which sums the gradients; leave out "
+                "run.averages_gradients and run.checkpoint(...), or this key"
             )
-        if averages_gradients or unsummed:
-            return loop_rules.OWN_SUMS if averages_gradients else loop_rules.of_registration_in_shares(unsummed)
+        if unsummed:
+            raise ConfigError(
+                f"{what}, which sums the gradients with train.shares, on one rank too. Wrap the model at any number of "
+                "ranks, and register the DistributedDataParallel itself, not the module inside it"
+            )
         for _, ddp in registered.parallel:
-            if problem := _problem(ddp, self._group):
-                return problem
+            _check_summable(ddp, self._group)
             self._models.append(_SummedModel(ddp, self.here, TreeHook(size, self._group.device)))
-        return None
 
     def check_loader(self, batch_size: int, shares: int | None) -> None:
         """Raise ConfigError unless such a batch divides into the parts of all ranks, and `shares`, if given, is
@@ -218,7 +238,10 @@ class CustomShares:
             yield batch
             return
         if type(batch) not in (SharedBatch, int) or batch != self._batch:
-            raise ConfigError(loop_rules.NOT_THE_BATCH)
+            raise ConfigError(
+                "run.shares(batch) takes the batch that this iteration of run.steps(...) gave, once: make all forward "
+                "and backward passes of a share in one loop over run.shares(batch)"
+            )
         self._batch = None
         self._clear_gradients()
         buffers, device = self._registered.buffers, self._group.device
@@ -248,15 +271,23 @@ class CustomShares:
 
     def check_complete(self) -> None:
         """The update of the open step begins. Raises ConfigError unless the gradients are those of all shares."""
-        if self.total is not None and self._computed < self.here:
-            begun = self._batch is None
-            raise ConfigError(loop_rules.of_shares(self._step, self._computed if begun else None, self.here))
+        if self.total is None or self._computed == self.here:
+            return
+        if self._batch is not None:
+            raise ConfigError(f"step {self._step + 1} has computed none of its shares: {NOT_IN_SHARES}")
+        raise ConfigError(
+            f"step {self._step + 1} would end after {self._computed} of this rank's {self.here} shares: let the loop "
+            "over run.shares(batch) run to its end, and call optimizer.step() after it"
+        )
 
     def _clear_gradients(self) -> None:
         """Let each share begin without gradients. Raises ConfigError if there are any but zeros."""
         parameters = [p for model in self._models for p in model.parameters if p.grad is not None]
         if parameters and bool(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])):
-            raise ConfigError(loop_rules.of_gradients(self._step))
+            raise ConfigError(
+                f"step {self._step + 1} has gradients before its shares: call optimizer.zero_grad() after "
+                "optimizer.step() or before run.shares(batch), and make each backward pass in that loop"
+            )
         for parameter in parameters:
             parameter.grad = None
 
@@ -272,7 +303,10 @@ class _SummedModel:
         try:
             self._hook.register(ddp)
         except RuntimeError as error:
-            raise ConfigError(loop_rules.OTHER_HOOK) from error
+            raise ConfigError(
+                "a registered DistributedDataParallel has a communication hook of its own; train.shares sums the "
+                "gradients by another one, so leave out register_comm_hook(...)"
+            ) from error
         self._sums, self._last = PartialSums(shares), shares - 1
         self._share: int | None = None  # the one under way
         self._weight = 1.0
@@ -295,7 +329,11 @@ class _SummedModel:
             for parameter in self.parameters:
                 self._complete(parameter)
         elif self._used and (self._left or self._hook.sums != self._summed + 1):
-            raise ConfigError(loop_rules.not_summed(step))
+            raise ConfigError(
+                f"step {step + 1} has not summed all gradients over the ranks: call the registered "
+                "DistributedDataParallel itself, use all its parameters in each share, and put all but the last "
+                "forward and backward pass of a share into `with model.no_sync():`"
+            )
 
     def close(self) -> None:
         """No share is under way."""
@@ -304,10 +342,16 @@ class _SummedModel:
     def _added_to(self, parameter: nn.Parameter) -> None:
         """Autograd calls this with each parameter whose gradient it has added to, before DDP sees it."""
         if self._share is None:
-            raise ConfigError(loop_rules.BACKWARD_OUTSIDE)
+            raise ConfigError(
+                "a backward pass outside of run.shares(batch): with train.shares the gradients of a registered "
+                "DistributedDataParallel are summed over the shares, and are of no use elsewhere"
+            )
         self._used = True
         if parameter not in self._left:
-            raise ConfigError(loop_rules.SUMMED_TWICE)
+            raise ConfigError(
+                "a backward pass after the one that sums the gradients over the ranks: put all forward and backward "
+                "passes of a share but the last into `with model.no_sync():`"
+            )
         # DDP sums after this backward pass if its last forward pass was not within no_sync().
         if self._share == self._last and self._ddp.require_forward_param_sync:
             self._left.remove(parameter)
@@ -320,12 +364,19 @@ class _SummedModel:
         self._sums.add(self._share, parameter)
 
 
-def _problem(ddp: DistributedDataParallel, group: Group) -> str | None:
-    """Why the gradients of this model cannot be summed in shares; None if they can."""
+def _check_summable(ddp: DistributedDataParallel, group: Group) -> None:
+    """Raise ConfigError if the gradients of this model cannot be summed in shares."""
     if ddp.find_unused_parameters or ddp.static_graph:
-        return loop_rules.EVERY_PARAMETER
-    if ddp.gradient_as_bucket_view and group.device.type == "cuda":
-        return loop_rules.BUCKET_VIEW  # see model_setup.lays_in_buckets
+        raise ConfigError(
+            "DistributedDataParallel(find_unused_parameters=True) or (static_graph=True): with train.shares every "
+            "parameter must receive a gradient in every share; leave these options out"
+        )
+    if ddp.gradient_as_bucket_view and group.device.type == "cuda":  # see gradients.lays_in_buckets
+        raise ConfigError(
+            "DistributedDataParallel(gradient_as_bucket_view=True): with train.shares on a GPU a gradient's place in "
+            "memory must not depend on DDP's buckets; leave this option out"
+        )
     if dist.get_world_size(ddp.process_group) != group.world.size:
-        return loop_rules.ALL_RANKS
-    return None
+        raise ConfigError(
+            "DistributedDataParallel(process_group=...): train.shares sums over all ranks; leave this option out"
+        )

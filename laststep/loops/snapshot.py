@@ -40,7 +40,7 @@ from laststep.ranks.device import DeviceQueue, is_due_to_capture
 from laststep.ranks.fault import DeviceSilent
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
-from laststep.ranks.replicas import Copy, Place, ReplicaLink, keeper_of
+from laststep.ranks.replicas import Copy, Moment, ReplicaLink, keeper_of
 from laststep.ranks.world import ShardPlace
 from laststep.say import say
 
@@ -342,7 +342,7 @@ class OptimizerSnapshot:
         return {"state": state, "param_groups": groups}
 
 
-ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a ward that lives
+ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a sender that lives
 
 
 @dataclass
@@ -371,13 +371,13 @@ class OwnCopy:
 
 
 class Copies:
-    """Copies of shards in host memory: this rank's own, and those that its ward on another node has sent.
+    """Copies of shards in host memory: this rank's own, and those that a rank on another node, its sender, has sent.
 
     At the end of every N-th step each rank copies its shard, and a thread sends the copy to its keeper while the next
     steps are done. Before the step at whose end the next copy is taken, the keeper must have the last one. So at any
     moment there is a copied step of which every shard survives the loss of a node: the last, or while that is on its
     way the one before. Some ranks may be a step ahead of others, so each has its own last two copies, and those of its
-    ward. With N = 1 no rank begins a step before its copy of the last one is complete, so that no step is lost.
+    sender. With N = 1 no rank begins a step before its copy of the last one is complete, so that no step is lost.
 
     A keeper that does not answer costs a warning and the copies, never the training.
 
@@ -419,7 +419,7 @@ class Copies:
         copy = OwnCopy(position, info, measured, False, spare, packed.structure)
         with self._lock:
             self._own.append(copy)
-        self._link.send(Copy(position.place, copy.data))
+        self._link.send(Copy(position.moment, copy.data))
         self.copied_s += time.perf_counter() - began
 
     def complete(self) -> None:
@@ -464,24 +464,24 @@ class Copies:
         with self._lock:
             return [copy for copy in self._own if copy.counted]
 
-    def own_at(self, place: Place) -> OwnCopy | None:
+    def own_at(self, moment: Moment) -> OwnCopy | None:
         """The own copy at this place."""
-        return next((copy for copy in self.own() if copy.position.place == place), None)
+        return next((copy for copy in self.own() if copy.position.moment == moment), None)
 
-    def at(self, place: Place) -> dict[int, memoryview]:
+    def at(self, moment: Moment) -> dict[int, memoryview]:
         """The copies at this place by their shard. Call after `freeze`."""
-        kept = [(self.ward_shard, copy.data) for copy in self.kept() if copy.place == place]
-        own = self.own_at(place)
+        kept = [(self.kept_shard, copy.data) for copy in self.kept() if copy.moment == moment]
+        own = self.own_at(moment)
         return dict(kept if own is None else [*kept, (self._place.shard, own.data)])
 
     def kept(self) -> list[Copy]:
-        """The last two copies of the ward. Call after `freeze`."""
+        """The last two copies of the sender. Call after `freeze`."""
         return self._link.freeze(0.0)
 
     @property
-    def ward_shard(self) -> int:
+    def kept_shard(self) -> int:
         """The shard of which copies are kept here."""
-        return self._link.ward % self._place.shards
+        return self._link.sender % self._place.shards
 
     def close(self) -> None:
         """Send and keep nothing any more."""
@@ -489,7 +489,7 @@ class Copies:
 
 
 def open_link(group: Group, place: ShardPlace) -> ReplicaLink:
-    """This rank's link to its keeper and its ward. Raises ConfigError where no other node can keep its shard."""
+    """This rank's link to its keeper and its sender. Raises ConfigError where no other node can keep its shard."""
     world = group.world
     if place.shards == 1 or place.replicas > 1:
         raise ConfigError(

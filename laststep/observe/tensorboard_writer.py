@@ -75,13 +75,13 @@ class TensorBoard:
         self._stage = _Stage.STOPPED
         self._over.set()
 
-    def complete(self) -> None:
-        """Copy the rest and wait for it, at most COMPLETE_S: the run is finished, and no attempt follows."""
+    def complete(self, wait_s: float = COMPLETE_S) -> None:
+        """Copy the rest and wait for it, at most so long: the run is finished, and no attempt follows."""
         if self._writes:
             self._stage = _Stage.FINISHED
             self._over.set()
             self.start()
-            self._thread.join(COMPLETE_S)
+            self._thread.join(wait_s)
 
     def _run(self) -> None:
         if self._over.wait(EVERY_S) and self._stage is _Stage.STOPPED:

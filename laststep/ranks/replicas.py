@@ -1,10 +1,10 @@
-"""ReplicaLink: sends copies of this rank's shard to its keeper on another node, and keeps those of its ward.
+"""ReplicaLink: sends copies of this rank's shard to its keeper on another node, and keeps those of its sender.
 
-Each rank has one keeper and one ward: the ranks at the same place of the next and the previous node. A copy travels
+Each rank has one keeper and one sender: the ranks at the same place of the next and the previous node. A copy travels
 over a TCP connection of its own, from a thread to a thread, so training does not wait for it. The keeper answers when
-it has all of it. It has memory for two copies, and keeps both until the next one begins to arrive: a ward that dies may
-have been a step ahead of the other ranks. Sockets of Python, not a process group: a thread that waits in one can be
-interrupted, whatever has become of the other rank.
+it has all of it. It has memory for two copies, and keeps both until the next one begins to arrive: a sender that dies
+may have been a step ahead of the other ranks. Sockets of Python, not a process group: a thread that waits in one can
+be interrupted, whatever has become of the other rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CLOSE_S = 2.0
 PIECE = 16 << 20  # bytes received by one call
 BUFFER = 4 << 20  # of a socket, in bytes
 
-Place = tuple[int, int, bool, bool]  # see `Position.place`
-_HEADER = struct.Struct("!qq??Q")  # the place, and the number of bytes that follow
+Moment = tuple[int, int, bool, bool]  # see `Position.moment`
+_HEADER = struct.Struct("!qq??Q")  # the moment, and the number of bytes that follow
 _TRAILER = struct.Struct("!QQ")  # the number of the copy on this connection, from 1, and of the bytes that it had
 _ANSWER = struct.Struct("!q")  # the step
 
@@ -39,7 +39,7 @@ _ANSWER = struct.Struct("!q")  # the step
 class Copy(NamedTuple):
     """A complete copy of a shard of the state."""
 
-    place: Place
+    moment: Moment
     data: memoryview
 
 
@@ -49,7 +49,7 @@ def keeper_of(rank: int, world: World) -> int:
 
 
 class ReplicaLink:
-    """This rank's connections to its keeper and to its ward. `allocate` returns memory of a size in bytes.
+    """This rank's connections to its keeper and to its sender. `allocate` returns memory of a size in bytes.
 
     If a connection fails, `error` says why, and no further copy is sent; training continues.
     """
@@ -58,14 +58,14 @@ class ReplicaLink:
         self.error: str | None = None
         self._world, self._allocate = world, allocate
         self.keeper = keeper_of(world.rank, world)
-        self.ward = next(rank for rank in range(world.size) if keeper_of(rank, world) == world.rank)
+        self.sender = next(rank for rank in range(world.size) if keeper_of(rank, world) == world.rank)
         self._store, self._seal = store.clone(), seal
         self._changed = threading.Condition()  # guards the fields below
         self._to_send: Copy | None = None
         self._to_keeper: socket.socket | None = None
         self._sending = False
-        self._kept: list[Copy] = []  # complete ones of the ward, at most two, the older first
-        self._receiving = self._frozen = self._closed = self._ward_left = False
+        self._kept: list[Copy] = []  # complete ones of the sender, at most two, the older first
+        self._receiving = self._frozen = self._closed = self._sender_left = False
         self._sockets: list[socket.socket] = []
         dual_stack = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack else socket.AF_INET
@@ -109,10 +109,10 @@ class ReplicaLink:
     # In any thread
 
     def freeze(self, timeout_s: float) -> list[Copy]:
-        """Receive no further copy; returns those of the ward, at most two, the older first. One that is on its way has
-        until the timeout."""
+        """Receive no further copy; returns those of the sender, at most two, the older first. One that is on its way
+        has until the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._receiving or self._ward_left, timeout_s)
+            self._changed.wait_for(lambda: not self._receiving or self._sender_left, timeout_s)
             self._frozen = True
             return list(self._kept)
 
@@ -138,7 +138,7 @@ class ReplicaLink:
                 self._to_keeper = keeper
             while (copy := self._next()) is not None:
                 number += 1
-                keeper.sendall(_HEADER.pack(*copy.place, len(copy.data)))
+                keeper.sendall(_HEADER.pack(*copy.moment, len(copy.data)))
                 keeper.sendall(copy.data)
                 with self._changed:
                     if self.error is not None:  # training may have used the memory again while it was read
@@ -148,8 +148,8 @@ class ReplicaLink:
                 with self._changed:
                     self._sending = self._to_send is not None
                     self._changed.notify_all()
-                if step != copy.place[0]:
-                    raise OSError(f"it has answered with step {step} instead of {copy.place[0]}")
+                if step != copy.moment[0]:
+                    raise OSError(f"it has answered with step {step} instead of {copy.moment[0]}")
         except Exception as error:  # of any kind: training waits for this thread
             self.give_up(str(error) or type(error).__name__)
 
@@ -187,21 +187,21 @@ class ReplicaLink:
 
     def _keep(self, listener: socket.socket) -> None:
         try:
-            ward = self._accept(listener)
+            sender = self._accept(listener)
             listener.close()  # nobody else is expected
-            self._keep_copies(ward)
-        except OSError:  # the ward is gone, or this link is closed
+            self._keep_copies(sender)
+        except OSError:  # the sender is gone, or this link is closed
             pass
         except Exception as error:  # such as MemoryError
-            say(f"WARNING: this rank keeps no copies of rank {self.ward} any more: {error}")
+            say(f"WARNING: this rank keeps no copies of rank {self.sender} any more: {error}")
         with self._changed:
-            self._receiving, self._ward_left = False, True
+            self._receiving, self._sender_left = False, True
             self._changed.notify_all()
 
-    def _keep_copies(self, ward: socket.socket) -> None:
-        with ward:
+    def _keep_copies(self, sender: socket.socket) -> None:
+        with sender:
             for number in itertools.count(1):
-                header = _receive(ward, _HEADER.size)
+                header = _receive(sender, _HEADER.size)
                 with self._changed:
                     if self._frozen:
                         return
@@ -210,24 +210,24 @@ class ReplicaLink:
                 step, validated, over, finished, count = _HEADER.unpack(header)
                 if spare is None or len(spare) != count:
                     spare = self._allocate(count)
-                _receive_into(ward, spare)
-                if _TRAILER.unpack(_receive(ward, _TRAILER.size)) != (number, count):
+                _receive_into(sender, spare)
+                if _TRAILER.unpack(_receive(sender, _TRAILER.size)) != (number, count):
                     raise OSError("what follows a copy is not its trailer")
                 with self._changed:
                     self._kept.append(Copy((step, validated, over, finished), spare))
                     self._receiving = False
                     self._changed.notify_all()
-                ward.sendall(_ANSWER.pack(step))
+                sender.sendall(_ANSWER.pack(step))
 
     def _accept(self, listener: socket.socket) -> socket.socket:
-        """The connection of the ward; any other is refused. Raises OSError."""
+        """The connection of the sender; any other is refused. Raises OSError."""
         while True:
             connected = self._open(listener.accept()[0])
             connected.settimeout(CONNECT_S / 3)
             with contextlib.suppress(OSError):
                 line = _receive_line(connected)
                 key = f"replica/{self._world.rank}/{self._nonce}"
-                if self._seal.open(key, line) == str(self.ward):
+                if self._seal.open(key, line) == str(self.sender):
                     connected.sendall(b"+")
                     connected.settimeout(None)
                     return connected

@@ -19,6 +19,7 @@ from laststep.say import say
 
 TAIL = 4096  # bytes at the end of a file that hold its newest lines
 WRITE_EVERY_S = 0.1  # how soon a line is in the file
+MOST_REFUSED = 10  # times in a row; then it is no passing failure
 CLOSE_S = 2.0
 _NUMBERS = {int, float}
 VALIDATED = ("val_", "test_")  # how the names of what a validation has measured begin
@@ -60,7 +61,7 @@ class MetricsFile:
         self._lines_since: list[bytes] = []  # the lines after these
         self._written = 0  # records in the file
         self._to_say: list[tuple[int, Callable[[], None]]] = []  # once so many records are in the file
-        self._refused = False  # the disk has refused the newest lines
+        self._refused = 0  # how often in a row the disk has refused the newest lines
         self._file: int | None = None  # its descriptor: see `append_only.replace` for why it stays open
         self._memory = threading.Lock()  # protects the fields above, and is never held while the disk is used
         self._disk = threading.Lock()  # held to write: the writer thread and a save take turns
@@ -137,11 +138,11 @@ class MetricsFile:
             try:
                 with self._disk:
                     self._write()
-                self._refused = False
+                self._refused = 0
             except OSError as error:  # what a full disk refuses stays in memory until the next try
-                if not self._refused:
-                    say(f"WARNING: {self.path}: {error.strerror}: what follows is kept in memory, and tried again")
-                self._refused = True
+                self._refused += 1
+                if self._refused == MOST_REFUSED:
+                    say(f"WARNING: {self.path}: {error.strerror}: its lines stay in memory until the disk takes them")
             self._say_written()
         with self._disk, self._memory:
             if self._file is not None:
@@ -163,9 +164,9 @@ class MetricsFile:
         return file
 
     def _say_written(self) -> None:
-        """Say what is due: of steps in the file; of all while the disk refuses, as the log may be elsewhere."""
+        """Say what is due: of steps in the file; of all where the disk refuses, as the log may be on another."""
         with self._memory:
-            until = self.count if self._refused else self._written
+            until = self.count if self._refused >= MOST_REFUSED else self._written
             due = [then for count, then in self._to_say if count <= until]
             self._to_say = self._to_say[len(due) :]
         for then in due:

@@ -34,6 +34,7 @@ from laststep.config.errors import ConfigError
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, session, started
+from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
 from laststep.records.retry import Next, decide
@@ -254,7 +255,9 @@ class LocalJob:
             raise ConfigError(refusal)
         if status:
             how = "stopped" if status > 128 else "failed"
-            raise RuntimeError(f"{self.run.name} {how} before its end; the ranks' logs are in {self.run.logs}")
+            ended = [one for one in read_ended_attempts(self.run.attempts)[-1:] if one["job_id"] == self.job_id]
+            why = f": {in_one_line(ended[0]['error'])}" if ended and ended[0]["error"] else ""
+            raise RuntimeError(f"{self.run.name} {how} before its end{why}; the ranks' logs are in {self.run.logs}")
         return next((line for line in reversed(last_lines(self.run.metrics)) if not is_step(line)), {})
 
 

@@ -174,7 +174,7 @@ def test_the_end_by_fault_hangs(root: Path, place: str, monkeypatch: pytest.Monk
     attempt, engine, _ = an_attempt(root, f"hangs-{place}")
     disk.acquire_run_lock(attempt._run_dir.lock, attempt._state.world)
     forever = threading.Event()
-    engine.position.place, engine.saves.saving, engine.saves.saved.step = (5, 0, False, False), None, 3
+    engine.position.moment, engine.saves.saving, engine.saves.saved.step = (5, 0, False, False), None, 3
     engine.place, engine.freeze_copies.return_value, engine.gathered = ShardPlace(0, 1, 0, 1), [], None
     frozen = engine.frozen.return_value.__enter__ = Mock()
     frozen.return_value.bytes = 64

@@ -432,7 +432,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     )
     state.engine = engine = Mock(name="engine")
     engine.position.step, engine.saves.saved.step, engine.saves.saving = 5, 3, None
-    engine.position.place, engine.rescuable = (5, 0, False, False), True
+    engine.position.moment, engine.rescuable = (5, 0, False, False), True
     engine.can_advance = False
     engine.freeze_copies.return_value, engine.gathered = [], None
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0

@@ -15,10 +15,11 @@ import pytest
 
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded
-from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Place, Plan
+from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
 from laststep.checkpoint import files
 from laststep.ranks import disk
 from laststep.ranks.fault import Fault
+from laststep.ranks.replicas import Moment
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import Gathered
 
@@ -43,7 +44,7 @@ def bytes_of(step: int, shard: int) -> bytes:
     return random.Random(1000 * step + shard).randbytes(BYTES)
 
 
-def place_of(step: int) -> Place:
+def moment_of(step: int) -> Moment:
     return (step, 0, False, False)
 
 
@@ -86,7 +87,7 @@ class Survivor:
         self.rescue.announce(
             *(
                 Holding(
-                    *(place_of(step), BYTES, False, True, shard, shards),
+                    *(moment_of(step), BYTES, False, True, shard, shards),
                     *((step, shard) in self.own, (step, shard) == live),
                 )
                 for step, shard in sorted(self.own | self.kept)
@@ -123,8 +124,8 @@ class Survivor:
         self.announce()
 
     def write(self, plan: Plan, part: Part) -> None:
-        assert plan.place is not None
-        step = plan.place[0]
+        assert plan.moment is not None
+        step = plan.moment[0]
         assert (step, part.shard) in self.own | self.kept, f"rank {self.rank} was asked for what it does not hold"
         self.meet("write")
         begin, end = part.stripe.bounds(BYTES)
@@ -136,7 +137,7 @@ class Survivor:
     def act(self, plan: Plan) -> None:
         if plan.parts:
             self.meet("commit")
-            assert plan.place is not None and any(step == plan.place[0] for step, _ in self.own)
+            assert plan.moment is not None and any(step == plan.moment[0] for step, _ in self.own)
             self.stage.commit(plan)
         self.meet("record")
         self.stage.recorded.append((self.rank, plan))
@@ -164,13 +165,13 @@ class Stage:
     def survivor(
         self, rank: int, *own: int, kept: Iterable[tuple[int, int]] = (), gathered: int | None = None
     ) -> Survivor:
-        """A rank that has announced its shard at these steps, what it keeps for its ward, and what it has gathered."""
+        """A rank that has announced its shard at these steps, what it keeps of its sender, and what it gathered."""
         shard = rank % self.shards
         return Survivor(self, rank, [(step, shard) for step in own], kept, gathered).sign_in().announce()
 
     def commit(self, plan: Plan) -> None:
-        assert plan.place is not None
-        step = plan.place[0]
+        assert plan.moment is not None
+        step = plan.moment[0]
         assert list(plan.written) == [part.file for part in plan.parts], "in the order of the bytes"
         found = b"".join(self.disk[plan.generation, name] for name in plan.written)
         assert found == b"".join(bytes_of(step, shard) for shard in range(self.shards)), f"step {step} is torn"
@@ -229,8 +230,8 @@ def copies(s: Stage, dead: Iterable[int], step: int = 8, live: int | None = None
     """Full, with copies of this step: each rank keeps that of the rank one node before it."""
     ranks = []
     for rank in sorted(set(range(s.size)) - set(dead)):
-        ward = (rank - per_node) % s.size
-        ranks.append(s.survivor(rank, step, *([] if live is None else [live]), kept=[(step, ward)]))
+        sender = (rank - per_node) % s.size
+        ranks.append(s.survivor(rank, step, *([] if live is None else [live]), kept=[(step, sender)]))
     return ranks
 
 
@@ -263,7 +264,7 @@ def test_full_without_copies(stage: Stages) -> None:
     s.pass_s(ALONE_S - 1)
     assert not s.recorded, "rank 2 may only be slow: everything depends on it"
     plan = s.end(within_s=3)
-    assert (s.saved, plan.place, plan.done_step, plan.lost_shards) == ([], None, 8, (2,))
+    assert (s.saved, plan.moment, plan.done_step, plan.lost_shards) == ([], None, 8, (2,))
 
 
 def test_slow_rounds(stage: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +292,7 @@ def test_a_rank_and_its_keeper(stage: Stages) -> None:
     s = stage(4, 4)
     copies(s, [1, 3])
     plan = s.end()
-    assert s.saved == [] and plan.place is None and plan.lost_shards == (1, 3)
+    assert s.saved == [] and plan.moment is None and plan.lost_shards == (1, 3)
 
 
 def test_a_rank_that_has_lost_its_state(stage: Stages) -> None:
@@ -306,7 +307,7 @@ def test_a_rank_that_has_lost_its_state(stage: Stages) -> None:
 
 
 def test_one_that_only_keeps_copies_does_not_commit(stage: Stages) -> None:
-    """It knows the bytes of its ward, and not the rest of the state. Rank 0 is the lowest, and writes only."""
+    """It knows the bytes of its sender, and not the rest of the state. Rank 0 is the lowest, and writes only."""
     s = stage(2, 2)
     s.survivor(0, kept=[(8, 1), (8, 0)])
     s.survivor(1, 8)
@@ -553,7 +554,7 @@ def test_the_disk_refuses_the_only_holder(stage: Stages) -> None:
         s.survivor(rank, 8)
     s.living[1].before["write"] = refuses
     plan = s.end()
-    assert s.saved == [] and (plan.place, plan.done_step, plan.lost_shards) == (None, 8, (1,))
+    assert s.saved == [] and (plan.moment, plan.done_step, plan.lost_shards) == (None, 8, (1,))
 
 
 def test_a_stuck_holder_is_given_up(stage: Stages) -> None:

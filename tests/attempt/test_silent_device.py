@@ -163,16 +163,16 @@ def test_a_device_that_falls_silent_during_the_save(tmp_path: Path, monkeypatch:
     assert CheckpointStore(RunDir(tmp_path / "during").checkpoints).steps() == []
 
 
-PLACE = (8, 0, False, False)
+MOMENT = (8, 0, False, False)
 
 
 def a_rescuer(tmp_path: Path) -> tuple[Rescuer, Mock, Mock]:
     """One whose loop has a copy of its shard in host memory; its loop and its rescue are stand-ins."""
     settings = settings_of(tmp_path, "copies")
     engine, rescue = Mock(name="engine"), Mock(name="rescue")
-    engine.saves.saved.step, engine.saves.saving, engine.position.step, engine.position.place = 3, None, 8, PLACE
+    engine.saves.saved.step, engine.saves.saving, engine.position.step, engine.position.moment = 3, None, 8, MOMENT
     engine.place, engine.rescuable, engine.can_advance, engine.gathered = ShardPlace(1, 2, 0, 1), True, False, None
-    engine.freeze_copies.return_value = [SavableCopy(PLACE, 1, 64, own=True)]
+    engine.freeze_copies.return_value = [SavableCopy(MOMENT, 1, 64, own=True)]
     engine.frozen.return_value.__enter__ = Mock(return_value=Mock(bytes=64))
     engine.frozen.return_value.__exit__ = Mock(return_value=None)
     (tmp_path / "copies").mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ def test_copies_in_host_memory_are_saved(tmp_path: Path) -> None:
     engine.freeze.side_effect = DeviceSilent("its device does not answer")
     rescuer.announce()
     (copy,) = rescue.announce.call_args.args
-    assert (copy.place, copy.shard, copy.commits) == (PLACE, 1, True)
+    assert (copy.moment, copy.shard, copy.commits) == (MOMENT, 1, True)
     assert rescue.announce.call_args.kwargs == {"gathered": None, "silence": "its device does not answer"}
 
 
@@ -195,7 +195,7 @@ def test_it_says_what_is_left(duty: str, tmp_path: Path) -> None:
     rescuer, engine, rescue = a_rescuer(tmp_path)
     rescuer.announce()
     engine.freeze.side_effect = engine.frozen.side_effect = silence = DeviceSilent("its device does not answer")
-    rescue.plan = plan = Plan("rescue-0", 0, PLACE, (Part(1, 0, 1, 0),), act=duty == "commit")
+    rescue.plan = plan = Plan("rescue-0", 0, MOMENT, (Part(1, 0, 1, 0),), act=duty == "commit")
     rescuer.do(plan if duty == "commit" else plan.parts[0])
     assert rescue.announce.call_count == 2 and rescue.announce.call_args.kwargs["silence"] == str(silence)
     assert not (rescue.report_unable.called or rescue.report_acted.called), "its copies can still be written"

@@ -308,7 +308,7 @@ def test_all_hold_nothing(stage: Callable[[int], Stage]) -> None:
     s = stage(2)
     s.survivor(0, None)
     s.survivor(1, None)
-    assert s.end(within_s=1).place is None and s.saved() == []
+    assert s.end(within_s=1).moment is None and s.saved() == []
 
 
 def test_nothing_can_be_lost_before_the_first_step(stage: Callable[[int], Stage]) -> None:
@@ -427,7 +427,7 @@ def test_the_disk_refuses_all(stage: Callable[[int], Stage]) -> None:
     for rank in (0, 1):
         s.survivor(rank, 8).before["chunk"] = refuse
     plan = s.end()
-    assert s.saved() == [] and (plan.place, plan.done_step) == (None, 8)
+    assert s.saved() == [] and (plan.moment, plan.done_step) == (None, 8)
 
 
 def test_the_commit_is_refused(stage: Callable[[int], Stage]) -> None:

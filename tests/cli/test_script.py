@@ -120,6 +120,8 @@ def test_stopped_and_killed(folder: Path) -> None:
     run = RunDir(folder / "runs" / "disturbed")
     said = types(folder, *LAUNCH, "resume", "disturbed", "--local", env={"DIE_IN": "20"})
     assert "argv ['train.py', '--steps', '40', '--lr', '0.02']" in said, "resume uses the recorded words"
+    (first, *_) = read_lines(run.attempts)
+    assert f"{40 - first['end_step']} steps left of 40" in said, "a progress bar asks for the length"
     assert said.count("ends once") == 1
     assert [record["lost_steps"] for record in read_lines(run.attempts)] == [0, 0, 0]
     assert fingerprint(run) == fingerprint(undisturbed(folder, *words[1:]))

@@ -151,17 +151,17 @@ def freeze(ranks: Sequence[Rank], live: bool = True) -> list[list[SavableCopy]]:
 
 def save(survivors: Sequence[Rank], step: int) -> dict[str, Any]:
     """The state that these ranks save at a step together: each shard by the first that holds it."""
-    place, parts = (step, 0, False, False), {}
+    moment, parts = (step, 0, False, False), {}
     for shard in range(4):
         for rank in survivors:
             name = f"{shard}-by-{rank.place.shard}"
             try:
-                with rank.frozen(place) as frozen:
+                with rank.frozen(moment) as frozen:
                     parts[name] = write(frozen, shard, name)
             except (StateChanged, AssertionError):  # it holds nothing there, or not this shard
                 continue
             break
-    with survivors[0].frozen(place) as frozen:
+    with survivors[0].frozen(moment) as frozen:
         frozen.commit("test", parts)
     store = survivors[0].store
     return cast(dict[str, Any], load(store.path(step), store.verify(step)))
@@ -189,7 +189,7 @@ def test_no_step_is_lost_with_copies_of_every_step(cluster: Cluster, dead: list[
             rank.step()
     survivors = [rank for rank in ranks if rank.place.shard not in dead]
     held = freeze(survivors)
-    assert all({copy.place[0] for copy in copies} == {2, 3} for copies in held)
+    assert all({copy.moment[0] for copy in copies} == {2, 3} for copies in held)
     assert_is(save(survivors, 3), 3)
 
 
@@ -222,7 +222,7 @@ def test_copies_of_every_third_step(cluster: Cluster) -> None:
         for rank in ranks:
             rank.step()
     held = freeze(ranks[:2])
-    assert [sorted(copy.place[0] for copy in copies) for copies in held] == [[3, 3, 6, 6], [3, 3, 6, 6]]
+    assert [sorted(copy.moment[0] for copy in copies) for copies in held] == [[3, 3, 6, 6], [3, 3, 6, 6]]
     assert_is(save(ranks[:2], 6), 6)
 
 

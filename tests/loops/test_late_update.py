@@ -114,7 +114,7 @@ class Rank:
             engine.metrics.sync()
         saved: dict[str, Any] = {}
         map_tensors(engine._frozen_state(), lambda t: saved.setdefault(str(len(saved)), local_of(t).clone()))
-        return {**saved, "position": engine.position.place, "loss": engine.position.loss_sum}
+        return {**saved, "position": engine.position.moment, "loss": engine.position.loss_sum}
 
 
 Script = Callable[[Rank, Callable[[], Gathered]], Any]

@@ -6,6 +6,7 @@ import copy
 import threading
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ STATE: dict[str, Any] = {
     "best": {"loss": float("nan"), "name": "a"},
     "odd": {"small": torch.ones(2).to(torch.float8_e4m3fn), "complex": torch.ones(1) * 1j},
     "empty": torch.empty(0),
+    "numpy": numpy.arange(3.0),
+    "objects": numpy.array([print, None]),
 }
 
 
@@ -73,6 +76,7 @@ def test_the_same_state() -> None:
         ("odd.small", torch.zeros(2).to(torch.float8_e4m3fn)),
         ("odd.complex", torch.ones(1) * 2j),
         ("best.more", 1),
+        ("numpy", numpy.zeros(3)),
     ],
 )
 def test_a_difference_is_named(path: str, value: object) -> None:

@@ -7,6 +7,7 @@ but would only be an artifact of its log.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import resource
@@ -89,6 +90,25 @@ def test_a_run_of_a_second(tmp_path: Path) -> None:
     wait."""
     run = train(config(tmp_path, "run", 2, ()))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
+
+
+def _die_once_the_end_is_recorded() -> None:
+    attempt: Any = importlib.import_module("laststep.attempt.attempt")
+    record_end = attempt.record_end
+
+    def record_and_die(*words: Any, **more: Any) -> Any:
+        record_end(*words, **more)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    attempt.record_end = record_and_die
+
+
+def test_killed_once_the_end_is_recorded(tmp_path: Path) -> None:
+    """No attempt follows that could add the rest: whatever takes rank 0 from then on finds the curves complete."""
+    last = Attempt(config(tmp_path, "run", 1, ()), before=_die_once_the_end_is_recorded)
+    assert last.wait() == [-signal.SIGKILL], last.output()
+    assert reasons(last.run) == ["finished"]
+    assert on_disk(last.run) == expected(last.run)
 
 
 def test_an_attempt_that_begins_with_a_validation(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from laststep.ranks.meeting import SealedStore
-from laststep.ranks.replicas import _HEADER, Copy, Place, ReplicaLink
+from laststep.ranks.replicas import _HEADER, Copy, Moment, ReplicaLink
 from laststep.ranks.seal import Seal
 from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import a_world
@@ -26,12 +26,12 @@ from tests.support.records import a_world
 BYTES = 200_000
 
 
-def place_of(step: int) -> Place:
+def moment_of(step: int) -> Moment:
     return (step, 0, False, False)
 
 
 def copy_of(rank: int, step: int, count: int = BYTES) -> Copy:
-    return Copy(place_of(step), memoryview(bytearray(random.Random(100 * step + rank).randbytes(count))))
+    return Copy(moment_of(step), memoryview(bytearray(random.Random(100 * step + rank).randbytes(count))))
 
 
 def allocate(count: int) -> memoryview:
@@ -64,8 +64,8 @@ def links() -> Iterator[Links]:
         yield make
 
 
-def test_each_keeps_the_newest_copies_of_its_ward(links: Links) -> None:
-    """On the other node: the last two, since the ward may have been a step ahead of the others when it died."""
+def test_each_keeps_the_newest_copies_of_its_sender(links: Links) -> None:
+    """On the other node: the last two, since the sender may have been a step ahead of the others when it died."""
     ranks = links(4)
     before: list[Copy] = []
     for step, count in ((10, BYTES), (20, BYTES), (30, BYTES + 64), (40, 0)):  # a shard may even be empty
@@ -81,17 +81,17 @@ def test_each_keeps_the_newest_copies_of_its_ward(links: Links) -> None:
 
 
 def test_an_incomplete_copy_does_not_count(links: Links) -> None:
-    """The ward is killed while its copy travels: what has come of it must not be taken for a state, nor must the
+    """The sender is killed while its copy travels: what has come of it must not be taken for a state, nor must the
     complete copy before it be lost."""
     first, second = links(2)
     whole = copy_of(0, 10)
     first.send(whole)
     assert first.wait(DEADLINE_S)
     (to_keeper,) = [one for one in first._sockets if _is_connected_to(one, second)]
-    to_keeper.sendall(_HEADER.pack(*place_of(20), BYTES) + b"torn")
+    to_keeper.sendall(_HEADER.pack(*moment_of(20), BYTES) + b"torn")
     wait_until(lambda: second._receiving, "the second copy is on its way")
     to_keeper.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: second._ward_left, "the keeper notices")
+    wait_until(lambda: second._sender_left, "the keeper notices")
     assert second.freeze(DEADLINE_S) == [whole]
 
 
@@ -103,7 +103,7 @@ def _is_connected_to(one: socket.socket, other: ReplicaLink) -> bool:
 
 
 def port_of(link: ReplicaLink) -> int:
-    """Where the keeper of this link waits for its ward."""
+    """Where the keeper of this link waits for its sender."""
     return int(json.loads(link._store.get(f"replica/{link._world.rank}"))["port"])
 
 
@@ -152,7 +152,7 @@ def test_a_copy_that_was_given_up_never_counts(links: Links) -> None:
     first.give_up("rank 1 does not answer")
     copy.data[:] = bytes(len(copy.data))
     released.set()
-    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    wait_until(lambda: second._sender_left, "the keeper learns that no copy follows")
     assert second.freeze(0.0) == []
 
 
@@ -177,7 +177,7 @@ def test_a_copy_that_was_given_up_while_it_was_read(links: Links, monkeypatch: p
     assert given_up.wait(DEADLINE_S)
     monkeypatch.setattr(socket.socket, "shutdown", shutdown)
     first.close()
-    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    wait_until(lambda: second._sender_left, "the keeper learns that no copy follows")
     assert second.freeze(0.0) == []
 
 
@@ -196,12 +196,12 @@ def test_given_up_before_there_is_a_connection(links: Links, monkeypatch: pytest
     go.set()
     wait_until(lambda: not first._threads[1].is_alive(), "the thread that sends ends")
     first.close()
-    wait_until(lambda: second._ward_left, "the keeper learns that no copy follows")
+    wait_until(lambda: second._sender_left, "the keeper learns that no copy follows")
     assert second.freeze(0.0) == []
 
 
 def test_a_keeper_without_memory(links: Links, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its ward must not wait for it, and its own training goes on."""
+    """Its sender must not wait for it, and its own training goes on."""
 
     def refuse(count: int) -> memoryview:
         raise MemoryError("no memory left")
@@ -221,8 +221,8 @@ def test_a_keeper_without_memory(links: Links, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_stranger_is_refused(links: Links) -> None:
-    """A port scan, or another user of the node: what it sends is never taken for a copy. It may come before the ward or
-    after it, when nobody is expected any more."""
+    """A port scan, or another user of the node: what it sends is never taken for a copy. It may come before the sender,
+    or after it, when nobody is expected any more."""
     first, second = links(2)
     port = port_of(second)
     for line in (b"GET / HTTP/1.1\r\n", b"0" * 64 + b" 0\n"):

@@ -209,6 +209,31 @@ def test_lines_appear_while_training(metrics: MetricsFile) -> None:
         wait_until(partial(in_file, metrics.path, done), f"step {done[-1]} is not in metrics.jsonl")
 
 
+def test_a_step_is_printed_once_it_is_in_the_file(
+    metrics: MetricsFile, disk: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a user has seen steps of which nothing is left after SIGKILL of all ranks: `every step is saved`, said the
+    last line, with eight printed steps gone. On a disk that refuses for long the log goes on, after a warning."""
+    said: list[list[int]] = []
+    metrics.append([{"step": 1}], lambda: said.append(steps(metrics.path)))
+    wait_until(lambda: said == [[1]], "nothing was said of step 1")
+    stuck = StuckDisk()
+    disk(stuck)
+    metrics.append([{"step": 2}], lambda: said.append(steps(metrics.path)))
+    assert stuck.reached.wait(DEADLINE_S) and said == [[1]], "step 2 is not in the file yet"
+    stuck.free.set()
+    wait_until(lambda: said == [[1], [1, 2]], "nothing was said of step 2")
+
+    def refuse(name: str) -> None:
+        if name == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk(refuse)
+    metrics.append([{"step": 3}], lambda: said.append(steps(metrics.path)))
+    wait_until(lambda: len(said) == 3, "a full disk silences the log")
+    assert "WARNING" in capsys.readouterr().out
+
+
 def test_a_slow_disk_does_not_slow_steps_down(metrics: MetricsFile, disk: Callable[..., None]) -> None:
     """A network file system may take 20 ms for each close. 500 steps that each waited for it would take 20 s more."""
     disk(lambda name: time.sleep(0.02))

@@ -67,7 +67,7 @@ def test_thirty_runs(bare: User, tmp_path: Path) -> None:
     bare.types("--name", "running", *LONG)
     bare.types("--name", "failed", *TWO_RANKS, "task=tests.support.tasks.Broken", "launch.max_failures=0")
     bare.types("--name", "finished", "train.max_steps=3")
-    bare.waits("lost", lambda: newest_step(bare.run("lost").metrics), "wrote no step")  # printed before it is written
+    bare.waits("lost", lambda: newest_step(bare.run("lost").metrics), "wrote no step")
     bare.kills("lost", 0)
     until(bare, "lost", "lost")
     until(bare, "failed", "failed")

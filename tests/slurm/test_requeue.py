@@ -43,7 +43,7 @@ def test_four_ranks_on_two_nodes(user: User) -> None:
     said = user.types(*FOUR_RANKS, "--name", "undisturbed", "--follow", SHORT)
     assert "step 20/20" in said, "--follow streams rank 0's log to the end"
     assert "requeued" not in said, "the queue was asked before the job started; it was never requeued"
-    assert "submitit" not in said and "srun:" not in said, said
+    assert "submitit INFO" not in said and "srun:" not in said, said
     found = fingerprint(user.run("undisturbed"))
     assert found == undisturbed(4, SHORT)
     (attempt,) = user.attempts("undisturbed")

@@ -75,3 +75,13 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.args=\{'depth': 3\}: convnet does not take them"):
         job.result()
     assert not job.run.path.exists()
+
+
+def test_the_first_error(tmp_path: Path) -> None:
+    """A program that has started a run learns which rank failed, why and where, not only in which folder to look."""
+    words = [word for word in TINY if "max_steps" not in word]
+    two = ("launch.tasks_per_node=2", "task=tests.support.tasks.Broken", "train.batch_size=16", "train.epochs=1")
+    job = submit(config(tmp_path, "broken", *words, *two), local=True)
+    where = r"rank 1 on \S+ failed: ValueError: a bad sample \(tasks.py, line \d+, in forward\)"
+    with pytest.raises(RuntimeError, match=rf"broken failed before its end: {where}; the ranks' logs are in "):
+        job.result()

@@ -124,7 +124,7 @@ def port(run: Run, name: str) -> Any:
             yield batch
 
     torch.Tensor.backward = strike_backward  # type: ignore[method-assign]
-    run.validation = strike_validation  # type: ignore[method-assign]
+    run.validation = strike_validation  # type: ignore[method-assign, assignment]
     return script.main(run)
 
 

@@ -44,7 +44,8 @@ if __name__ == "__main__":
     if run.size > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    run.restore(model=model, optimizer=optimizer)
+    run.restore(model=model, optimizer=optimizer, scaler=None)
+    print(f"{len(run.steps(count=args.steps))} steps left of {args.steps}\n", end="", flush=True)
     held = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
     try:
         for step in run.steps(count=args.steps):
