@@ -29,13 +29,13 @@ from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
 from laststep.config.config import Config, changed_ends
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
 from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
