@@ -438,7 +438,7 @@ class CustomLoop(Loop):
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
             self._move(Event.UPDATE)
-        registered.apply_synced()
+        registered.buffers.commit()
 
     def _end_step(self, ends_epoch: bool) -> None:
         """Close the open step."""
@@ -476,7 +476,8 @@ class CustomLoop(Loop):
 
     def _epoch_record(self, include_open: bool) -> dict[str, Any]:
         values = self._logged.epoch_values(include_open)
-        self._held.meet()
+        assert self._held.registered is not None
+        self._held.registered.meet()
         return {"epoch": self.engine.position.epoch + 1, "step": self.engine.position.step, **values}
 
     def _finish(self, result: Any) -> None:
@@ -616,11 +617,6 @@ class CustomState:
             return unchanged
         return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
 
-    def meet(self) -> None:
-        """See `Registered.meet`."""
-        if self.registered is not None:
-            self.registered.meet()
-
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`."""
         return self._after_steps or self._known().hold(on_host)
@@ -636,7 +632,7 @@ class CustomState:
         if self.registered is not None and self._after_steps is None:
             self.registered.sync_buffers()
             with self._update():
-                self.registered.apply_synced()
+                self.registered.buffers.commit()
                 self.registered.snapshot()
 
     def break_off(self) -> None:

@@ -95,7 +95,8 @@ class Registered:
         ]
 
     def sync_buffers(self) -> None:
-        """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""
+        """Receive rank 0's buffers, and its row of the values that the step has logged, for `buffers.commit`. A
+        collective."""
         self.buffers.broadcast()
         self.meet()
 
@@ -104,10 +105,6 @@ class Registered:
         together: one that begins its update knows that the others have all of their gradients. A collective."""
         if self.place.shards > 1:
             self._group.gather(self._present)
-
-    def apply_synced(self) -> None:
-        """Put in place what `sync_buffers` received."""
-        self.buffers.commit()
 
     def snapshot(self) -> None:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
