@@ -22,15 +22,20 @@ from tools.terminal import Shot, photograph, watch
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+def copy_clone(target: Path) -> Path:
+    """Copy the files of this clone; returns the target."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PROJECT / name, target / name, follow_symlinks=False)
+    return target
+
+
 class Desk:
     """The copy, in which the commands are typed, and its Slurm."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "laststep"
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(PROJECT / name, self.folder / name, follow_symlinks=False)
+        self.folder = copy_clone(folder / "laststep")
         self.cluster = Cluster.start(folder / "slurm")
         self.env = {**self.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.env |= {"OMP_NUM_THREADS": "1"}

@@ -8,7 +8,7 @@ import re
 import select
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
@@ -38,11 +38,17 @@ class Shot:
 
 
 def watch(
-    command: str, columns: int, cwd: Path, env: Mapping[str, str], until: re.Pattern[str] | None = None
+    command: str,
+    columns: int,
+    cwd: Path,
+    env: Mapping[str, str],
+    until: re.Pattern[str] | None = None,
+    act: Callable[[], object] | None = None,
 ) -> tuple[list[Line], float]:
     """Run a shell command in a terminal; returns its lines and the seconds it took.
 
-    Once a line matches `until`, Ctrl-C is typed. Raises TimeoutError with the output when the command does not end.
+    Once a line matches `until`, `act` is called, or Ctrl-C is typed. Raises TimeoutError with the output when the
+    command does not end.
     """
     pid, terminal = _start(command, (columns, 24), cwd, env)
     began, lines, rest, typed = time.monotonic(), [], b"", False
@@ -51,7 +57,7 @@ def watch(
         *whole, rest = (rest + chunk).split(b"\n")
         lines += [Line(at, line.decode(errors="replace").rstrip("\r")) for line in whole]
         if until and not typed and any(until.search(line.text) for line in lines):
-            os.write(terminal, b"\x03")
+            os.write(terminal, b"\x03") if act is None else act()
             typed = True
         if at > DEADLINE_S:
             raise TimeoutError(
@@ -111,6 +117,27 @@ def screen(received: str) -> list[str]:
             lines[row] = ""
         elif move[2] == "H":
             lines, row = [""], 0
+    return lines
+
+
+VOLATILE = (  # what differs each time: hosts, jobs and times of the local names; paths; every number; bars and rules
+    (re.compile(r"local-\d[\w-]*"), "JOB"),
+    (re.compile(r"\b(?:on|host) (?:vm|n\d|[\w.-]*\d[\w.-]*)(?=[ :,]|$)"), "on HOST"),
+    (re.compile(r"(?:/[\w.+@-]+){2,}/?"), "PATH"),
+    (re.compile(r"\d+(?:[.,:-]\d+)*(?:e[-+]?\d+)?[a-z]?\b%?"), "0"),
+    (re.compile(r"[━─╸╺█▏▎▍▌▋▊▉-]{2,}"), "-"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+def normalised(text: str) -> list[str]:
+    """The lines of an output without what differs each time, neighbours that are then equal once."""
+    lines: list[str] = []
+    for line in CODE.sub("", text).splitlines():
+        for pattern, word in VOLATILE:
+            line = pattern.sub(word, line)
+        if line.strip() and line.strip() not in lines[-1:]:
+            lines.append(line.strip())
     return lines
 
 

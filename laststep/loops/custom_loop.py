@@ -28,9 +28,10 @@ from laststep import compat
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
-from laststep.config.config import Config, ends_elsewhere
+from laststep.config.config import Config, changed_ends
 from laststep.config.errors import ConfigError
 from laststep.config.ranking import Ranking
+from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
@@ -114,8 +115,10 @@ class CustomLoop(Loop):
     buffers, and those are snapshotted.
     """
 
-    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
-        self.config, self.group = context.config, context.group
+    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, given: GivenKeys) -> None:
+        self.config, self.group, self.given = context.config, context.group, given
+        self._given_checked = False  # whether the keys that the user has set are read
+        self._changed_ends: list[str] = []  # with which the user has resumed the run
         self.engine = Engine(context, self)
         self.function, self.run_dir = function, context.run
         self.phase = Phase.SETUP
@@ -186,6 +189,7 @@ class CustomLoop(Loop):
             batches = loader.batches(position.step, count - position.batches)
             try:
                 for number in range(position.batches + 1, count + 1):
+                    self._check_given()
                     if self.engine.saves.due:
                         self.engine.save()
                     if not self.engine.stop.begin_tick():
@@ -227,6 +231,7 @@ class CustomLoop(Loop):
             return
         if broken_off := self.phase in STEP_OPEN:
             self._end_step(ends_epoch=True)
+        self._check_given()
         self._held.end_steps()
         self.engine.position.over = True
         self._move(Event.STEPS_END)
@@ -284,8 +289,10 @@ class CustomLoop(Loop):
             self._held.checkpoint = checkpoint
             self.engine.take_position(Position(**checkpoint.position))
             self._modes.resume(self.engine.position)
-            before = checkpoint.manifest.config
-            if self.engine.position.finished and before and ends_elsewhere(Config.parse(before), self.config):
+            if before := checkpoint.manifest.config:
+                self._changed_ends = changed_ends(Config.parse(before), self.config)
+                self.given.add(self._changed_ends)
+            if self.engine.position.finished and self._changed_ends:
                 self.engine.position.finished = False
                 if self.engine.position.one_epoch:  # which is longer now
                     self.engine.position.reopen_epoch(begins_after=0)
@@ -380,7 +387,7 @@ class CustomLoop(Loop):
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
                 raise self._misuse(loop_rules.TWICE)
-            self.engine.end_epoch(self._epoch_record(include_open=False))
+            self._end_epoch(include_open=False)
         position.epoch = self._function_epoch
         if isinstance(loader, StepLoader):
             self.loaders.check_order(loader)
@@ -474,11 +481,20 @@ class CustomLoop(Loop):
             best = self.engine.rank == 0 and self.engine.saves.would_be_best(line)
             self.engine.saves.due |= self.group.broadcast_bool(best)
 
-    def _epoch_record(self, include_open: bool) -> dict[str, Any]:
-        values = self._logged.epoch_values(include_open)
+    def _check_given(self) -> None:
+        """After the first step of this attempt: raise ConfigError for a key that was set and that nothing reads."""
+        if not self._given_checked and self.engine.position.step >= self.engine.first_step:
+            self._given_checked = True
+            self.engine.check_given(self.given)
+
+    def _end_epoch(self, include_open: bool) -> None:
+        values, position = self._logged.epoch_values(include_open), self.engine.position
         assert self._held.registered is not None
         self._held.registered.meet()
-        return {"epoch": self.engine.position.epoch + 1, "step": self.engine.position.step, **values}
+        self.engine.end_epoch({"epoch": position.epoch + 1, "step": position.step, **values})
+        if position.epoch == 1:
+            for line in self.given.late():
+                self.engine.progress.say(line)
 
     def _finish(self, result: Any) -> None:
         """The function has returned."""
@@ -487,7 +503,9 @@ class CustomLoop(Loop):
             raise self._misuse(problem)
         self.end_steps()
         if self.phase is Phase.AFTER_STEPS:
-            self.engine.end_epoch(self._epoch_record(include_open=True))
+            self._end_epoch(include_open=True)
+        elif self._changed_ends:  # the run was to be longer, and no step was left
+            self.engine.check_given(self.given, self._changed_ends)
         with self.engine.records_lock:
             self.engine.position.finished, self.engine.position.one_epoch = True, not self._has_epochs
             if result is not None:
@@ -687,6 +705,8 @@ class UserLoaders:
             raise ConfigError(
                 f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
             )
+        if loading.workers:  # they read settings where nobody sees it: looking at one's attributes reads all of it
+            list(loop_rules.within(dataset, set()))
         world = self._group.world
         loader = StepLoader(loading, dataset, order, world.rank, world.size, self._shares)
         self.add(loader)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from laststep.config.args import user_args
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.run import user_args
+from laststep.loops.run import settings_of
+from laststep.task import args_parameter
 
 if TYPE_CHECKING:
     from laststep import Run
@@ -63,7 +65,7 @@ def unrelated(run: Run, debug: bool = False) -> None:
 
 def settings(function: Any, *words: str) -> Any:
     """What the function gets."""
-    return user_args(function, Config.load(None, words).args)[0]
+    return user_args(settings_of(function), Config.load(None, words).args)
 
 
 def test_free() -> None:
@@ -86,7 +88,7 @@ def test_a_dataclass() -> None:
 @pytest.mark.parametrize(("function", "second"), [(free, False), (unrelated, False), (takes, True), (checked, True)])
 def test_who_gets_them(function: Any, second: bool) -> None:
     """A parameter that is named otherwise is the function's own affair."""
-    assert user_args(function, {"epochs": 1})[1] is second
+    assert (args_parameter(function) is not None) is second
 
 
 @pytest.mark.parametrize(
