@@ -174,6 +174,11 @@ def _check_sharding(config: Settings) -> None:
             f"train.accumulate={train.accumulate}: with {given} and train.shares={train.shares} each share is one "
             "micro-batch; remove this key, or use more shares"
         )
+    if train.find_unused_parameters:
+        raise ConfigError(
+            f"train.find_unused_parameters=true: cannot be combined with {given}, where a part of the model that no "
+            "rank uses needs no key, and one that only some ranks use cannot be trained; remove one of the two"
+        )
     if train.channels_last:
         raise ConfigError(f"train.channels_last=true: cannot be combined with {given}; shards keep torch's own layout")
     if config.optim.name.lower() in NOT_BY_ROWS:

@@ -143,6 +143,11 @@ class Train:
     sanity: bool = setting(
         True, "before the first step of each attempt, run one validation batch, so that an error there comes at once"
     )
+    find_unused_parameters: bool = setting(
+        False,
+        "with several ranks: allow steps in which parameters of the model get no gradient, on some ranks or on any. "
+        "One that gets none on any rank stays as it is, as it does on one rank; a GPU waits once in such a step",
+    )
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,

@@ -126,6 +126,9 @@ def test_the_end_of_a_long_log(run: RunDir, capsys: pytest.CaptureFixture[str]) 
         (["--grep", "("], "--grep: (: not a regular expression: missing ), unterminated subpattern at position 0"),
         (["-n", "-3"], "-3: must be a number of lines"),
         (["-n", "x"], "x: must be a number of lines, such as 20"),
+        (["--traceback"], "--traceback: first: no attempt has recorded an error; `"),
+        (["--traceback", "--attempt", "3"], "--traceback: first: attempt 3 has recorded no error; `"),
+        (["--traceback", "--rank", "0"], "--traceback: prints what is recorded, not the logs: only --attempt goes"),
     ],
 )
 def test_wrong_words(words: list[str], said: str, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

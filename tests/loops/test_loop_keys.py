@@ -195,6 +195,16 @@ def test_not_read(loop: Callable[..., None], word: str, message: str, tmp_path: 
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*")), "the run has not begun"
 
 
+def test_an_end_that_is_not_read(tmp_path: Path) -> None:
+    """`resume RUN train.epochs=9` on a loop of a fixed length would train nothing, and say that it is done."""
+    train(looping(), tmp_path)
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(ConfigError, match=r"^train.epochs: .* does not read it, so it would change nothing"):
+        run_function(looping(), tmp_path, "run", "train.epochs=9")
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == saved
+    run_function(looping(), tmp_path, "run")
+
+
 def test_read_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After the first epoch, what was declared or is one's own is worth a warning only, and is right to be late."""
     loop: Any = looping(after=lambda run: run.config.optim.lr)

@@ -305,6 +305,7 @@ def test_a_debugged_error_is_the_last_line(terminal: Terminal) -> None:
     error, _, resume, debug = said.splitlines()[-4:]
     assert "error  rank 0 on" in error and said.count("Traceback") == 1, said
     assert resume.endswith("looked --local") and debug.endswith("looked --debug"), said
+    assert "start the run again under the same name" not in said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:
