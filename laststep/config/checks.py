@@ -236,6 +236,11 @@ def _check_single_keys(config: Settings) -> None:
         raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
     if not 0 < config.optim.decay_share <= 1:
         raise ConfigError(f"optim.decay_share={config.optim.decay_share}: must be above 0 and at most 1")
+    if config.train.overfit_batches is not None and config.train.epoch_samples is not None:
+        raise ConfigError(
+            f"train.epoch_samples={config.train.epoch_samples}: with train.overfit_batches an epoch is a pass over the "
+            "samples of those batches; leave one out"
+        )
     for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) == 0:

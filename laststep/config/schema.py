@@ -116,6 +116,12 @@ class Train:
         "null: an epoch is a pass",
         least=1,
     )
+    overfit_batches: int | None = setting(
+        None,
+        "train on the samples of this many batches only, the same in each epoch: a model that cannot learn them by "
+        "heart has a bug. Validation stays whole, and says nothing then. null: on all samples",
+        least=1,
+    )
     batch_size: int = setting(
         64,
         "samples per step over all ranks together (the global batch)",

@@ -72,7 +72,8 @@ class TaskLoop(Loop):
         datasets = open_datasets(config, self.task, group)
         self.train_set, self._val_sets = datasets.train, datasets.val
         train = config.train
-        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
+        parts = (train.epoch_samples, train.overfit_batches)
+        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, *parts)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
