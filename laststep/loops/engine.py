@@ -319,7 +319,7 @@ class Engine:
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
-        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
+        self.queue.synchronize()  # no step can be rescued from now on that does not have this line
         with self.records_lock:
             earlier = self.position.metrics if self.position.measured == self.position.step else {}
             self.position.end_epoch(record)
