@@ -29,13 +29,13 @@ from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
 from laststep.config.config import Config, changed_ends
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
 from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
@@ -124,7 +124,7 @@ class CustomLoop(Loop):
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
-        self._held = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
+        self._state = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
         self.shares = CustomShares(self.config, self.group, self._logged)
         self._samples = 0  # of the open step, over all ranks
         self._checks: StepChecks  # from run.restore(...) on
@@ -151,7 +151,7 @@ class CustomLoop(Loop):
             raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.engine.startup.done("data and model")
         self.engine.watch.enter("restoring")
-        registered = self._held.register(objects, opaque=framework is not None)
+        registered = self._state.register(objects, opaque=framework is not None)
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
@@ -163,7 +163,7 @@ class CustomLoop(Loop):
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self._checks = StepChecks(registered)
-        self._held.restore()
+        self._state.restore()
         if framework is not None:
             self._restore_framework(framework)
         self.engine.finish_restore()
@@ -205,7 +205,7 @@ class CustomLoop(Loop):
                     self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
-                    self._held.break_off()
+                    self._state.break_off()
                 raise
             finally:
                 if self.phase in IN_BODY:
@@ -232,7 +232,7 @@ class CustomLoop(Loop):
         if broken_off := self.phase in STEP_OPEN:
             self._end_step(ends_epoch=True)
         self._check_given()
-        self._held.end_steps()
+        self._state.end_steps()
         self.engine.position.over = True
         self._move(Event.STEPS_END)
         # After a break the function may have done more than its steps already, and only registered state is held.
@@ -286,7 +286,7 @@ class CustomLoop(Loop):
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
         if checkpoint is not None:
-            self._held.checkpoint = checkpoint
+            self._state.checkpoint = checkpoint
             self.engine.take_position(Position(**checkpoint.position))
             self._modes.resume(self.engine.position)
             if before := checkpoint.manifest.config:
@@ -323,12 +323,12 @@ class CustomLoop(Loop):
 
     def before_save(self) -> None:
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
-        self._held.sync()
+        self._state.sync()
         engine = self.engine
         if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
-        if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
+        if difference := difference_between_ranks(self._state.current(), self.group, engine.place.shards):
             engine.spoil()
             raise self._misuse(
                 f"the registered state differs between ranks at step {engine.position.step}: {difference}. Every rank "
@@ -338,15 +338,15 @@ class CustomLoop(Loop):
 
     def state(self) -> State:
         """What the registered objects have to be when a run resumes here."""
-        return self._held.current()
+        return self._state.current()
 
     def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
-        return self._held.hold(self.engine.queue.on_host)
+        return self._state.hold(self.engine.queue.on_host)
 
     def unchanged(self) -> bool:
         """Also False when what follows the steps of an epoch has changed the state."""
-        return self._held.unchanged()
+        return self._state.unchanged()
 
     def epoch(self) -> int:
         """The epoch of the last finished step, from 1; within an epoch, the one under way."""
@@ -371,19 +371,19 @@ class CustomLoop(Loop):
 
     def epoch_written(self) -> None:
         """What follows the steps of the epoch is done."""
-        self._held.end_epoch()
+        self._state.end_epoch()
 
     # The order of events
 
     def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position = self.engine.position
-        if problem := loop_rules.of_steps(loader, self._held.registered is not None):
+        if problem := loop_rules.of_steps(loader, self._state.registered is not None):
             raise self._misuse(problem)
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
             raise self._misuse(loop_rules.TWICE)
         self.end_steps()
-        self._held.snapshot()
+        self._state.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
                 raise self._misuse(loop_rules.TWICE)
@@ -393,7 +393,7 @@ class CustomLoop(Loop):
             self.loaders.check_order(loader)
         count = len(loader) if count is None else count
         self._announce(count, loader.batch_size)
-        self._held.restore_for_first_step()
+        self._state.restore_for_first_step()
         self._move(Event.FIRST_BATCH)
         return count
 
@@ -405,7 +405,7 @@ class CustomLoop(Loop):
             self.engine.announce_length(total, batch_size)
         if self.engine.watch.phase != "training":
             self.engine.watch.enter("training")
-            begins = "starting" if self._held.checkpoint is None else f"resuming after step {step}"
+            begins = "starting" if self._state.checkpoint is None else f"resuming after step {step}"
             ranks = f"{counted(self.engine.size, 'rank')} on {self.group.device.type}"
             self.engine.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
 
@@ -435,7 +435,7 @@ class CustomLoop(Loop):
                 self._warned = True
                 self.engine.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
             return
-        registered = self._held.registered
+        registered = self._state.registered
         assert registered is not None
         self.shares.check_complete()
         if self.phase not in IN_UPDATE and registered.optimizers:
@@ -445,11 +445,11 @@ class CustomLoop(Loop):
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
             self._move(Event.UPDATE)
-        registered.apply_synced()
+        registered.buffers.commit()
 
     def _end_step(self, ends_epoch: bool) -> None:
         """Close the open step."""
-        registered = self._held.registered
+        registered = self._state.registered
         assert registered is not None and self.phase in STEP_OPEN
         if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
             self._checks.no_update(self.engine.position.step)
@@ -489,7 +489,8 @@ class CustomLoop(Loop):
 
     def _end_epoch(self, include_open: bool) -> None:
         values, position = self._logged.epoch_values(include_open), self.engine.position
-        self._held.meet()
+        assert self._state.registered is not None
+        self._state.registered.meet()
         self.engine.end_epoch({"epoch": position.epoch + 1, "step": position.step, **values})
         if position.epoch == 1:
             for line in self.given.late():
@@ -512,7 +513,7 @@ class CustomLoop(Loop):
 
     def _can_leave_validation(self) -> bool:
         """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
-        if not self._held.steps_over or not self._held.unchanged_everywhere():
+        if not self._state.steps_over or not self._state.unchanged_everywhere():
             return False
         if self.engine.rescuable:
             return True
@@ -521,7 +522,7 @@ class CustomLoop(Loop):
 
     def _restore_framework(self, framework: Framework) -> None:
         """Have the framework load what it has saved, if it has, and save from now on."""
-        if self._held.checkpoint is not None:
+        if self._state.checkpoint is not None:
             self.engine.watch.enter("starting")  # there is no telling how long it takes
             framework.load(self.engine.store.path(self.engine.position.step).absolute() / OPAQUE)
             self.engine.watch.enter("restoring")
@@ -561,8 +562,8 @@ class CustomLoop(Loop):
         self.engine.hold_shard(place)
         if place.shards > 1:
             self.engine.numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
-        if self._held.checkpoint is not None:
-            self.engine.compare_numerics(self._held.checkpoint)
+        if self._state.checkpoint is not None:
+            self.engine.compare_numerics(self._state.checkpoint)
 
     def _call_function(self) -> Any:  # the probe looks at the stack above this
         return self.function(self)
@@ -572,8 +573,8 @@ class CustomState:
     """What a checkpoint of a custom training loop holds.
 
     Until the function has registered its objects, that is nothing. From then on it is the state of these objects at the
-    end of the last step. When an epoch has no more steps, it stays the state that these steps
-    have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
+    end of the last step. When an epoch has no more steps, it stays the state that these steps have left, until
+    everything that follows them in the epoch is done: a resumed run does all of that again.
     """
 
     def __init__(
@@ -634,11 +635,6 @@ class CustomState:
             return unchanged
         return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
 
-    def meet(self) -> None:
-        """See `Registered.meet`."""
-        if self.registered is not None:
-            self.registered.meet()
-
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`."""
         return self._after_steps or self._known().hold(on_host)
@@ -654,7 +650,7 @@ class CustomState:
         if self.registered is not None and self._after_steps is None:
             self.registered.sync_buffers()
             with self._update():
-                self.registered.apply_synced()
+                self.registered.buffers.commit()
                 self.registered.snapshot()
 
     def break_off(self) -> None:

@@ -50,7 +50,7 @@ from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.reads import GivenKeys
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import Copies, HostSnapshot, Ring, StepSnapshot, open_link
@@ -72,10 +72,6 @@ from laststep.rundir import RunDir
 if TYPE_CHECKING:
     from laststep.loops.learner import LateUpdate
     from laststep.loops.probe import Probe
-
-
-class NotFinite(ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +319,7 @@ class Engine:
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
-        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
+        self.queue.synchronize()  # no step can be rescued from now on that does not have this line
         with self.records_lock:
             earlier = self.position.metrics if self.position.measured == self.position.step else {}
             self.position.end_epoch(record)

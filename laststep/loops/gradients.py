@@ -123,11 +123,11 @@ class Replicated(Gradients):
         self._parameters = list(model.parameters())
         self.summed = [self._loss_tap, *self._parameters]
         self.parallel = data_parallel(model, self._loss_tap, group, config.train)
-        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         self._alone = self.parallel is model
         self._task, self._unused = config.task, None
         if config.train.find_unused_parameters and not self._alone:
-            self._unused = UnusedParameters(self._parameters, group)
+            self._unused = UnusedParameters(self._parameters, group)  # sees a gradient before the sum takes it away
+        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         # With several ranks it lies in a bucket, which the next all-reduce overwrites, as a CUDA graph does its memory.
         self._loss_stays = self._alone and not config.train.cuda_graphs
         in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
@@ -215,7 +215,7 @@ class UnusedParameters:
         self._reached: set[nn.Parameter] = set()  # by the backward pass under way
         self._nodes = []  # autograd forgets them, with their hooks, unless they are kept
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self.used.add)
+            parameter.register_post_accumulate_grad_hook(self._use)
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             node.register_hook(partial(self._reach, parameter))  # DDP counts a gradient that is not defined, too
             self._nodes.append(node)
@@ -243,6 +243,10 @@ class UnusedParameters:
             for parameter, count in zip(self._parameters, torch.stack(counts).amax(0).tolist()):
                 if not count:
                     parameter.grad = None
+
+    def _use(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:  # autograd calls this without one, too
+            self.used.add(parameter)
 
     def _reach(self, parameter: nn.Parameter, *_: Any) -> None:
         self._reached.add(parameter)

@@ -80,15 +80,11 @@ class Probe:
         self.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
 
     def noting(self, shares: Iterator[Any]) -> Iterator[Any]:
-        """These shares of the batch of the step under way."""
+        """These shares of the batch of the step under way, of which it then has these parts."""
         for share in shares:
-            self.note_share(share)
+            if self._begun is not None:
+                self._begun["batch"] = digest((self._begun["batch"], share))
             yield share
-
-    def note_share(self, batch: Any) -> None:
-        """The step under way has this part of its batch."""
-        if self._begun is not None:
-            self._begun["batch"] = digest((self._begun["batch"], batch))
 
     def end_step(self, state: Any) -> None:
         """The step is done; `state` is what a checkpoint would hold now."""

@@ -152,10 +152,6 @@ class Ring(Generic[Held]):
         yield  # a thread that has failed does not train on, and counts as one that waits
         self._waits = False
 
-    def synchronize(self) -> None:
-        """Wait until the device has done everything that is queued."""
-        self._queue.synchronize()
-
     def _await_end(self, slot: _Slot[Held]) -> None:
         slot.end.synchronize()
         self._count(slot)

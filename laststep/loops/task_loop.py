@@ -25,14 +25,14 @@ from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config, changed_ends
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.initial_weights import fit, read_initial_weights
 from laststep.loops.learner import VAL, LateUpdate, Learner
 from laststep.loops.measured import as_numbers, finite

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 
 from laststep.config.args import user_args
 from laststep.config.config import Config
@@ -115,3 +117,26 @@ def test_refused(function: Any, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         settings(function, *words)
     assert message in str(error.value)
+
+
+class Scaled(nn.Module):
+    """A model that keeps its settings, and reads them in its forward pass."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.args = args
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n,) -> (n,)"""
+        return x * self.args.head.width if self.args.epochs > 1 else x
+
+
+@pytest.mark.parametrize("dataclass", [None, Args])
+def test_torch_compiles_what_reads_them(dataclass: type | None) -> None:
+    """What is read is noted by code in Python: the compiler must be able to follow it."""
+    seen: set[str] = set()
+    args = user_args(dataclass, {"epochs": 3, "head": {"width": 5}}, seen)
+    torch._dynamo.reset()
+    compiled = torch.compile(Scaled(args), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert seen >= {"args.epochs", "args.head.width"}

@@ -65,3 +65,32 @@ class Late(Branches):
 
     def choose(self, x: Tensor) -> str:
         return "none" if detect_world().rank == 1 and self.calls == 4 else "light"
+
+
+class _Sometimes(torch.autograd.Function):
+    """The parameter itself, with a gradient only for some batches."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
+        return gradient if int(float(gradient.abs().max()) * 1e6) % 2 else None
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(192, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.flatten(1)) + _Sometimes.apply(self.shift)
+        return out
+
+
+class Undefined(Signalled):
+    """Autograd gives a parameter no gradient in some shares, although the forward pass uses it."""
+
+    def model(self) -> nn.Module:
+        return _Shifted()
