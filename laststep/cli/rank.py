@@ -49,8 +49,9 @@ To continue a run, repeat the command with the same name. Without --name, the
 name is made from the configuration's name and the job id.
 `python -m laststep hello` tests in seconds whether the ranks find each other.
 
-Any key=value sets a configuration key; `{command} --dry-run` prints them all.
-launch.nodes and its like are for launch.py only: here the launcher decides how
+Any key=value sets a configuration key; `{command} --config mnist --dry-run`
+prints them all.
+launch.nodes and its like are not for this: here the launcher decides how
 many ranks there are.
 """
 

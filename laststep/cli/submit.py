@@ -34,7 +34,7 @@ A script comes last, with its own words; so does a module, after -m:
   {{program}} --nodes 2 train.py --lr 3e-4
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
-`{{program}} --dry-run` prints them all, with their values.
+`{{program}} --config mnist --dry-run` prints them all, with values.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
