@@ -32,12 +32,13 @@ def copy_clone(target: Path) -> Path:
 
 
 class Desk:
-    """The copy, in which the commands are typed, and its Slurm."""
+    """The copy, in which the commands are typed, and its Slurm if there is one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slurm: bool) -> None:
         self.folder = copy_clone(folder / "laststep")
-        self.cluster = Cluster.start(folder / "slurm")
-        self.env = {**self.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        self.cluster = Cluster.start(folder / "slurm") if slurm else None
+        own = self.cluster.env if self.cluster else os.environ
+        self.env = {**own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.env |= {"OMP_NUM_THREADS": "1"}
 
     def types(self, command: str, columns: int, until: str | None = None) -> Scene:
@@ -79,11 +80,12 @@ class Desk:
 
 
 @contextlib.contextmanager
-def throwaway_desk() -> Iterator[Desk]:
+def throwaway_desk(slurm: bool = True) -> Iterator[Desk]:
     """A desk that is cleared up at the end."""
     with tempfile.TemporaryDirectory(prefix="laststep-") as folder:
-        here = Desk(Path(folder))
+        here = Desk(Path(folder), slurm)
         try:
             yield here
         finally:
-            here.cluster.stop()
+            if here.cluster:
+                here.cluster.stop()

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -122,15 +123,16 @@ def screen(received: str) -> list[str]:
 
 VOLATILE = (  # what differs each time: hosts, jobs and times of the local names; paths; every number; bars and rules
     (re.compile(r"local-\d[\w-]*"), "JOB"),
+    (re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{10}\b"), "COMMIT"),
+    (re.compile(rf"\b(?:vm|{re.escape(socket.gethostname().partition('.')[0])})\b"), "HOST"),
     (re.compile(r"\b(?:on|host) (?:vm|n\d|[\w.-]*\d[\w.-]*)(?=[ :,]|$)"), "on HOST"),
     (re.compile(r"(?:/[\w.+@-]+){2,}/?"), "PATH"),
     (re.compile(r"\d+(?:[.,:-]\d+)*(?:e[-+]?\d+)?[a-z]?\b%?"), "0"),
     (re.compile(r"[━─╸╺█▏▎▍▌▋▊▉]+|-{3,}"), "-"),
     (re.compile(r"\s+"), " "),
-    (
-        re.compile(r"(?<=step 0/0 epoch 0) .*|(?<=^time) .*|.* still waiting after .*|.* has ended$"),
-        "",
-    ),  # what may be left out
+    # What may be left out: by a narrow screen, where nothing took that long, where nobody had to wait.
+    (re.compile(r"(?<=step 0/0 epoch 0) .*|(?<=^time) .*|.* has ended$"), ""),
+    (re.compile(r".* still waiting after .*|^\[laststep\] \S+: (re)?queued: .*"), ""),
 )
 
 
