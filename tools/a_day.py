@@ -150,18 +150,8 @@ def shortened(lines: list[str]) -> list[str]:
 
 def printed(page: str) -> list[str]:
     """What the commands of the page print, without what differs from day to day; lines that were wrapped are whole."""
-    lines: list[str] = []
-    for found in BLOCK.finditer(page):
-        before, ours = "", False
-        for line in found["body"].splitlines() if found["kind"] == "console" else ():
-            new = not line or line.startswith(("[laststep", "...", "$ "))
-            if ours and not new and len(before) <= COLUMNS <= len(before) + len(line.partition(" ")[0]):
-                lines[-1] += f" {line}"
-            else:
-                ours = line.startswith("[laststep")
-                lines.append(line)
-            before = line
-    return normalised("\n".join(lines))
+    blocks = [found["body"] for found in BLOCK.finditer(page) if found["kind"] == "console"]
+    return [line for block in blocks for line in normalised(block)]
 
 
 def main() -> None:

@@ -136,15 +136,33 @@ VOLATILE = (  # what differs each time: hosts, jobs and times of the local names
 )
 
 
-def normalised(text: str) -> list[str]:
-    """The lines of an output without what differs each time, neighbours that are then equal once."""
+def normalised(text: str, columns: int = 80) -> list[str]:
+    """The lines of an output without what differs each time, neighbours that are then equal once.
+
+    Messages that were wrapped at a terminal's width are whole again.
+    """
     lines: list[str] = []
-    for line in CODE.sub("", text).splitlines():
+    for line in unwrapped(CODE.sub("", text).splitlines(), columns):
         for pattern, word in VOLATILE:
             line = pattern.sub(word, line)
         if line.strip() and line.strip() not in lines[-1:]:
             lines.append(line.strip())
     return lines
+
+
+def unwrapped(lines: list[str], columns: int) -> list[str]:
+    """A line that follows one of Laststep's messages, and whose first word had no room on it, belongs to that."""
+    whole: list[str] = []
+    before, ours = "", False
+    for line in map(str.rstrip, lines):
+        new = not line or line.startswith(("[laststep", "...", "$ "))
+        if ours and not new and len(before) <= columns <= len(before) + len(line.partition(" ")[0]):
+            whole[-1] += f" {line}"
+        else:
+            ours = line.startswith("[laststep")
+            whole.append(line)
+        before = line
+    return whole
 
 
 def _start(command: str, size: tuple[int, int], cwd: Path, env: Mapping[str, str]) -> tuple[int, int]:
