@@ -61,10 +61,9 @@ from laststep.ranks import nccl
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.replicas import Moment
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
-from laststep.ranks.world import Gathered, ShardPlace
+from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import MetricsFile
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
