@@ -41,9 +41,10 @@ def program() -> str:
     return os.path.basename(shlex.split(command())[-1])
 
 
-def command(words: str = "") -> str:
-    """What to type to run Laststep with these words, the way the user started it: `laststep status first`."""
-    path = sys.argv[0]
+def command(words: str = "", elsewhere: bool = False) -> str:
+    """What to type to run Laststep with these words, the way the user started it: `laststep status first`; `elsewhere`:
+    in another folder."""
+    path = os.path.abspath(sys.argv[0]) if elsewhere and os.path.exists(sys.argv[0]) else sys.argv[0]
     if os.path.basename(path) == "launch.py":
         typed = f"{_python()} {shlex.quote(os.path.normpath(path))}"
     elif os.path.basename(path) == "laststep" and not os.path.isdir(path):

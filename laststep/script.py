@@ -79,7 +79,7 @@ def check_source(script: Sequence[str], source: Path) -> None:
     if not any(map(_names_us, ast.walk(tree))):
         raise ConfigError(
             f"{name}: does not import laststep, so nothing could resume it at its last step; add `import laststep` and "
-            "`run = laststep.run()`, see docs/your-script.md"
+            "`run = laststep.run()`"
         )
 
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from laststep import script
-from laststep.config.args import checked_args, free_args
+from laststep.config.args import user_args
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.reads import plain, seen_by, view
+from laststep.config.reads import plain, seen_by
 from laststep.config.schema import READY_MADE
 from laststep.optim.build import make_optimizer, scheduled
 
@@ -89,11 +89,7 @@ class Task:
     @functools.cached_property
     def args(self) -> Any:
         """The settings of your own, `args.NAME=VALUE` in the configuration: `self.args.NAME`. Raises ConfigError."""
-        seen = seen_by(self.config)
-        if self.settings is None:
-            return free_args(plain(self.config).args, seen)
-        checked = checked_args(self.settings, plain(self.config).args)
-        return checked if seen is None else view(checked, "args.", seen)
+        return user_args(self.settings, plain(self.config).args, seen_by(self.config))
 
     def prepare(self) -> None:
         """Download or unpack the data. Called before `datasets`, on one rank of each node, one node after another."""

@@ -390,6 +390,23 @@ def test_ddp_attributes() -> None:
     assert "self.broadcast_buffers = " in source or "def broadcast_buffers(self, value" in source
 
 
+def test_parameters_without_a_gradient() -> None:
+    """`train.find_unused_parameters` names them: an update without them would be made with gradients of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+        model.forward = lambda x: model[0](x)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert compat.missing_gradients(ddp) == [2, 3]
+        zeros = [torch.zeros_like(parameter) for parameter in model[1].parameters()]
+        torch.autograd.backward(list(model[1].parameters()), zeros)
+        assert compat.missing_gradients(ddp) is None
+        ddp(torch.ones(1, 2))  # torch has summed all, too
+    finally:
+        dist.destroy_process_group()
+
+
 def test_loader_workers() -> None:
     """Workers ignore SIGTERM, so the rank must find and end them itself: else it waits at its exit."""
     loader = DataLoader(TensorDataset(torch.ones(4)), num_workers=1, persistent_workers=True)

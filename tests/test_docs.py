@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from tests.support.needs import require
 from tests.support.project import PROJECT
-from tools import benchmarks, commands, house, pictures, recording, reference, scale
+from tools import a_day, benchmarks, commands, house, pictures, recording, reference, report, scale
+from tools.picture import text_of
+from tools.terminal import normalised
 
 
 def test_configuration_reference_is_current() -> None:
@@ -120,11 +126,86 @@ def test_the_files_that_design_names_exist() -> None:
 
 def test_every_picture_is_drawn_by_the_script() -> None:
     """One that is not would show old messages for good; one that no page shows is not worth its bytes."""
-    drawn = {name for _, names in pictures.PICTURES.values() for name in names}
+    drawn = {name for _, names in [*pictures.TERMINALS.values(), *pictures.OTHERS.values()] for name in names}
     kept = {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in (".svg", ".png")}
     assert kept == drawn
     pages = "".join(path.read_text() for path in (PROJECT / "docs").glob("*.md"))
     assert [name for name in sorted(kept) if f"({name})" not in pages] == []
+
+
+SLURM_MISSING = None if os.geteuid() == 0 and shutil.which("slurmctld") else "no Slurm, or not root"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "local" else []) for name in pictures.TERMINALS]
+)
+def test_a_picture_shows_what_is_printed_today(name: str) -> None:
+    """A picture of an older version makes a reader look for lines that no longer exist. Each keeps the text that it was
+    made from; its commands are typed again here, and times, hosts, numbers and paths do not count."""
+    if name != "local":
+        require(SLURM_MISSING)
+    for file, now in pictures.drawn(name).items():
+        kept = text_of((pictures.DOCS / file).read_text())
+        assert pictures.stale(kept, text_of(now)) == [], f"to draw it again: python -m tools.pictures {name}"
+
+
+@pytest.mark.parametrize("name", [file for _, files in pictures.TERMINALS.values() for file in files])
+def test_a_picture_says_what_the_program_still_says(name: str) -> None:
+    """The quick half of the test above, where no Slurm is: the words of each message, and each title of a table, stand
+    in a text of the program. To draw one again: python -m tools.pictures"""
+    texts = (text for path in (PROJECT / "laststep").rglob("*.py") for text in _texts(path))
+    said = "\n".join([*texts, pictures.TASK, "resuming with threads"])  # joined of names when it is said
+    command, *lines = normalised(text_of((pictures.DOCS / name).read_text()))
+    messages = [line.partition("] ")[2] for line in lines if "[laststep" in line]
+    phrases = [each.strip() for line in messages for each in re.split(r"[^a-z' ]+|\branks?\b", line)]
+    phrases = [each for each in phrases if each.count(" ") >= 2]
+    titles = [word for line in lines if line.startswith(("run state", "attempt state")) for word in line.split()]
+    assert phrases or titles, command
+    assert [each for each in (*phrases, *titles) if each not in said] == []
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The texts in a module; in an f-string, 0 stands for each value."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_report_shows_todays_page(tmp_path: Path) -> None:
+    """As above; the picture can be drawn by a browser only, its text needs none."""
+    report.train(tmp_path)
+    kept = Image.open(pictures.DOCS / "report.png").info["Text"]
+    assert pictures.stale(kept, report.text_of(report.made(tmp_path))) == [], "python -m tools.pictures report"
+
+
+def test_a_stale_picture_is_found() -> None:
+    """A changed word counts; a time, a host, a path, a rate or a bar does not."""
+    kept = (
+        "$ laststep --local\nfolder /tmp/a/runs/first\n[laststep 10:00:00] step 10/90  loss 0.5  lr 0.1  90 samples/s"
+    )
+    now = (
+        "$ laststep --local\nfolder /home/b/runs/first\n[laststep 11:30:07] step 60/90  loss 2.25  lr 0.1  7 samples/s"
+    )
+    assert pictures.stale(kept, now) == []
+    assert pictures.stale(kept, now.replace("folder", "in")) == ["- folder PATH", "+ in PATH"]
+
+
+def test_the_recording_opens_on_a_frame_that_shows_something() -> None:
+    """Many pages show the first frame alone."""
+    picture = (PROJECT / "docs" / "recording.svg").read_text()
+    first = re.findall(r"@keyframes (r\d+) \{ 0% \{ visibility: hidden; \} 0\.000%", picture)
+    assert len(first) >= 5
+    assert text_of(picture).count("attempt begins") <= 3, "one at the start; two in the log that is read a second time"
+
+
+@pytest.mark.slow
+def test_the_day_is_as_it_was_written_down() -> None:
+    """The page is what a newcomer compares the screen with, line by line. To write it again: python -m tools.a_day"""
+    page = a_day.PAGE.read_text()
+    assert pictures.stale("\n".join(a_day.printed(page)), "\n".join(a_day.printed(a_day.live(page)))) == []
 
 
 def test_walks_are_short_and_lead_somewhere() -> None:

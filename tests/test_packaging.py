@@ -23,6 +23,7 @@ import laststep
 from laststep.data.catalog import MNIST_5K
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from tests.support.commands import NO_SLURM
 from tests.support.project import DEADLINE_S, PROJECT
 
 pytestmark = pytest.mark.xdist_group("packaging")  # all in one process: they share what is built
@@ -154,6 +155,31 @@ def test_command(user: User) -> None:
     help = user.types("--help")
     assert help.startswith("usage: laststep [submit] ") and "launch.py" not in help
     assert user.types("status") == "no run in runs/ yet\n"
+
+
+NOT_THERE = ("`make ", "launch.py", "docs/", "examples/", "trainer/")  # a clone has these, an installation has not
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--local", "--nodes 2", "--smoke", "--follow --config mnist", "--config mnist", "sweep seed=1,2",
+        "sweep --config mnist seed=1,2", "prove", "resume", "resume first", "status", "status first", "list", "logs",
+        "logs first", "cancel first", "cancel", "delete first", "drill first", "verify first", "export first a.pt",
+        "evaluate first", "generate first", "report first", "tensorboard first", "completion", "help", "doctor",
+        "--local train.py", "frist", "--local optm.lr=1", "--local task=mine.Task", "init .",
+    ],
+)  # fmt: skip
+def test_hints_name_what_is_there(words: str, user: User, tmp_path: Path) -> None:
+    """In an empty folder, without Slurm and without a clone, what each verb proposes can be typed."""
+    (tmp_path / "train.py").write_text("print('no Laststep')\n")
+    env = {**user.env, "PATH": f"{user.python.parent}{os.pathsep}{NO_SLURM}"}
+    done = subprocess.run(
+        ["laststep", *words.split()], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    said = done.stdout + done.stderr
+    assert not [name for name in NOT_THERE if name in said], said
+    assert "Traceback" not in said and (done.returncode != 2 or len(done.stderr.splitlines()) == 1), said
 
 
 def test_trains(user: User) -> None:

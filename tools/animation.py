@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from tools.picture import wrapped
+from tools.picture import keeps, wrapped
 from tools.terminal import Line
 
 ROWS = 24
 WIDTH, HEIGHT = 8.4, 18.0  # of a character, in pixels
 MARGIN, TITLE = 14.0, 36.0
 KEY_S = 0.03  # for each character typed
-THINK_S, LAST_S = 0.6, 5.0  # before each command; to read the final picture
+THINK_S, READ_S, LAST_S = 0.6, 2.0, 5.0  # before each command; to read the first and the final picture
 FASTER, LONGEST_S = 4.0, 1.5  # output is shown this many times faster, and no wait is longer
 
 STYLE = """
@@ -58,15 +58,20 @@ class Film:
         self.rows: list[Row] = []
         self.clock: dict[int, float] = {0: 0.0}  # seconds of the recording: when they are shown
         self.length = real = 0.0
-        for scene in scenes:
-            self._type(scene.command)
+        for number, scene in enumerate(scenes):
+            if number:
+                self._type(scene.command)
+            else:  # the first frame, a still for many viewers, shows a command and what it printed
+                self.rows = [Row(0.0, Text.assemble("$ ", (scene.command, "bold")))]
             before = 0.0
             for line in scene.lines:
-                self.length += min((line.at - before) / FASTER, LONGEST_S)
+                self.length += min((line.at - before) / FASTER, LONGEST_S) if number else 0.0
                 before = line.at
-                self.clock.setdefault(int(real + line.at), self.length)
+                if number:
+                    self.clock.setdefault(int(real + line.at), self.length)
                 self.rows += [Row(self.length, text) for text in wrapped(Text.from_ansi(line.text), columns)]
             real += scene.took
+            self.length += 0.0 if number else READ_S
         self.rows.append(Row(self.length, Text("$ ")))
         self.length += LAST_S
 
@@ -114,7 +119,7 @@ def animate(scenes: Sequence[Scene], columns: int) -> str:
 {chr(10).join(body)}
 </g>
 </svg>
-</svg>
+{"".join(keeps(scene.command, [line.text for line in scene.lines]) for scene in scenes)}</svg>
 """
 
 

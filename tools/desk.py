@@ -22,17 +22,23 @@ from tools.terminal import Shot, photograph, watch
 PROJECT = Path(__file__).resolve().parents[1]
 
 
-class Desk:
-    """The copy, in which the commands are typed, and its Slurm."""
+def copy_clone(target: Path) -> Path:
+    """Copy the files of this clone; returns the target."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PROJECT / name, target / name, follow_symlinks=False)
+    return target
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "laststep"
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(PROJECT / name, self.folder / name, follow_symlinks=False)
-        self.cluster = Cluster.start(folder / "slurm")
-        self.env = {**self.cluster.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+class Desk:
+    """The copy, in which the commands are typed, and its Slurm if there is one."""
+
+    def __init__(self, folder: Path, slurm: bool) -> None:
+        self.folder = copy_clone(folder / "laststep")
+        self.cluster = Cluster.start(folder / "slurm") if slurm else None
+        own = self.cluster.env if self.cluster else os.environ
+        self.env = {**own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.env |= {"OMP_NUM_THREADS": "1"}
 
     def types(self, command: str, columns: int, until: str | None = None) -> Scene:
@@ -74,11 +80,12 @@ class Desk:
 
 
 @contextlib.contextmanager
-def throwaway_desk() -> Iterator[Desk]:
+def throwaway_desk(slurm: bool = True) -> Iterator[Desk]:
     """A desk that is cleared up at the end."""
     with tempfile.TemporaryDirectory(prefix="laststep-") as folder:
-        here = Desk(Path(folder))
+        here = Desk(Path(folder), slurm)
         try:
             yield here
         finally:
-            here.cluster.stop()
+            if here.cluster:
+                here.cluster.stop()

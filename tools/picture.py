@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from html import escape, unescape
 
 from rich.console import Console
 from rich.text import Text
@@ -16,9 +17,20 @@ def picture(command: str, lines: Sequence[str], columns: int) -> str:
     for text in (Text(f"$ {command}"), *map(Text.from_ansi, lines)):
         for row in wrapped(text, columns):
             console.print(row, no_wrap=True)
-    svg = console.export_svg(title="Laststep")
+    svg = console.export_svg(title="Laststep").replace("</svg>", f"{keeps(command, lines)}</svg>", 1)
     # Load no fonts from the network; a viewer without these fonts uses its own.
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+
+
+def keeps(command: str, lines: Sequence[str]) -> str:
+    """The element of a picture that keeps the text it is made from."""
+    text = "\n".join([f"$ {command}", *(Text.from_ansi(line).plain for line in lines)])
+    return f"<metadata>{escape(text)}\n</metadata>\n"
+
+
+def text_of(svg: str) -> str:
+    """The text that a picture was made from."""
+    return unescape("".join(re.findall(r"<metadata>(.*?)</metadata>", svg, flags=re.DOTALL)))
 
 
 def wrapped(text: Text, columns: int) -> list[Text]:

@@ -1,6 +1,7 @@
 """Draws the pictures of docs/ from the real output of real commands, on a throwaway Slurm and on this machine.
 
 `python -m tools.pictures [NAME ...]`, as root, on Debian or Ubuntu, in about ten minutes. The report needs chromium.
+Each keeps the text that it was made from, so that a test sees when the program prints something else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from tools import report, shares
 from tools.desk import PROJECT, Desk, throwaway_desk
 from tools.picture import picture
 from tools.recording import recording
-from tools.terminal import Line
+from tools.terminal import Line, normalised
+
+Drawn = dict[str, str]  # the SVG of each file
 
 DOCS = PROJECT / "docs"
 NARROW, MIDDLE, WIDE, ROWS = 80, 100, 140, 24  # of terminals
@@ -33,12 +36,12 @@ class Digits(Classification):
 """
 
 
-def draw_recording(desk: Desk) -> None:
+def draw_recording(desk: Desk) -> Drawn:
     """A run that is preempted and resumes."""
-    (DOCS / "recording.svg").write_text(recording(desk))
+    return {"recording.svg": recording(desk)}
 
 
-def draw_status(desk: Desk) -> None:
+def draw_status(desk: Desk) -> Drawn:
     """`status` with a run in each state: more of them than four nodes can take, since each takes all their memory."""
     submit = f"{SUBMIT} launch.mem_gb=60"
     types(desk, f"{submit} --local --name digits train.epochs=4")
@@ -57,15 +60,16 @@ def draw_status(desk: Desk) -> None:
     types(desk, f"{submit} --nodes 2 --name ema {LONG} train.ema_decay=0.999")
     desk.requeues("augment")
     desk.until_state("augment", "requeued")
-    for columns, name in ((WIDE, "status"), (NARROW, "status-80")):
+    shown = {}
+    for columns, name in ((WIDE, "status.svg"), (NARROW, "status-80.svg")):
         lines = types(desk, "python launch.py status", columns)
-        draw(name, "python launch.py status", [line.text for line in lines], columns)
+        shown[name] = picture("python launch.py status", [line.text for line in lines], columns)
     watching = "python launch.py status --watch"
     shot = desk.photographs(watching, NARROW, ROWS, "q ends", end="q")
-    draw("status-watch", watching, shot.lines, NARROW)
+    return {**shown, "status-watch.svg": picture(watching, shot.lines, NARROW)}
 
 
-def draw_logs(desk: Desk) -> None:
+def draw_logs(desk: Desk) -> Drawn:
     """`logs` of a run that is resumed with another number of threads, and then meets an error of its task."""
     (desk.folder / "my_digits.py").write_text(TASK)
     types(desk, f"{SUBMIT} --tasks-per-node 2 --name first task=my_digits.Digits {LONG}")
@@ -74,24 +78,15 @@ def draw_logs(desk: Desk) -> None:
     types(desk, "python launch.py resume first launch.cpus_per_task=2")
     desk.until_state("first", "failed")
     showing = "python launch.py logs first -n 20"
-    draw("logs", showing, [line.text for line in types(desk, showing, MIDDLE)], MIDDLE)
+    lines = types(desk, showing, MIDDLE)
+    return {"logs.svg": picture(showing, [line.text for line in lines], MIDDLE)}
 
 
-def draw_local(desk: Desk) -> None:
+def draw_local(desk: Desk) -> Drawn:
     """The lines of `--local`, and its bar."""
     training = f"{SUBMIT} --local --tasks-per-node 2 --name digits"
     shot = desk.photographs(training, NARROW, ROWS, r"\d+/\d+ epoch 2", end="\x03")
-    draw("local", training, shot.lines, NARROW)
-
-
-def draw_report(desk: Desk) -> None:
-    """The page of a run that was stopped and resumed three times."""
-    report.main([str(DOCS / "report.png")])
-
-
-def draw_shares(desk: Desk) -> None:
-    """Three runs of changing sizes."""
-    shares.main()
+    return {"local.svg": picture(training, shot.lines, NARROW)}
 
 
 def types(desk: Desk, command: str, columns: int = NARROW) -> list[Line]:
@@ -99,32 +94,47 @@ def types(desk: Desk, command: str, columns: int = NARROW) -> list[Line]:
     return desk.types(command, columns).lines
 
 
-def draw(name: str, command: str, lines: list[str], columns: int) -> None:
-    """Write a picture of a terminal."""
-    (DOCS / f"{name}.svg").write_text(picture(command, lines, columns))
+def stale(kept: str, now: str) -> list[str]:
+    """The lines in which two texts of a picture differ, after - and + as diff has it.
+
+    What differs from time to time does not count, nor does the order of lines or how many there are.
+    """
+    old, new = (dict.fromkeys(normalised(text)) for text in (kept, now))
+    return [f"- {line}" for line in old if line not in new] + [f"+ {line}" for line in new if line not in old]
 
 
-PICTURES: dict[str, tuple[Callable[[Desk], None], list[str]]] = {  # how to draw them, and their files in docs/
+TERMINALS: dict[str, tuple[Callable[[Desk], Drawn], list[str]]] = {  # how to draw them, and their files in docs/
     "recording": (draw_recording, ["recording.svg"]),
     "status": (draw_status, ["status.svg", "status-80.svg", "status-watch.svg"]),
     "logs": (draw_logs, ["logs.svg"]),
     "local": (draw_local, ["local.svg"]),
-    "report": (draw_report, ["report.png"]),
-    "shares": (draw_shares, ["shares.svg"]),
+}
+OTHERS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "report": (lambda: report.main([str(DOCS / "report.png")]), ["report.png"]),
+    "shares": (shares.main, ["shares.svg"]),
 }
 
 
+def drawn(name: str) -> Drawn:
+    """Pictures of terminals, drawn on a desk of their own."""
+    with throwaway_desk(slurm=name != "local") as desk:
+        return TERMINALS[name][0](desk)
+
+
 def main() -> None:
-    """Draw all pictures, or the named ones, each on a desk of its own."""
+    """Draw all pictures, or the named ones."""
+    known = [*TERMINALS, *OTHERS]
     parser = argparse.ArgumentParser(prog="python -m tools.pictures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)} (default: all)")
-    names = parser.parse_args().names or list(PICTURES)
-    if unknown := set(names) - set(PICTURES):
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
+    names = parser.parse_args().names or known
+    if unknown := set(names) - set(known):
         parser.error(f"no such picture: {', '.join(sorted(unknown))}")
     for name in names:
-        with throwaway_desk() as desk:
-            draws, _ = PICTURES[name]
-            draws(desk)
+        if name in OTHERS:
+            OTHERS[name][0]()
+        else:
+            for file, svg in drawn(name).items():
+                (DOCS / file).write_text(svg)
         print(f"drawn: {name}", flush=True)
 
 

@@ -9,23 +9,26 @@ page.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
 
 import numpy
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from laststep.records.metrics import newest_step
 from laststep.rundir import RunDir
 from laststep.runs.run_folders import PROJECT
 
 COMMAND = [sys.executable, "launch.py"]
-START = ["--local", "--tasks-per-node", "2", "--name", "digits", "train.epochs=20"]
+START = ["--config", "mnist", "--local", "--tasks-per-node", "2", "--name", "digits", "train.epochs=20"]
 STOP_AT = (160, 430, 810)  # steps of 1,260
 WIDTH, MAX_HEIGHT, MARGIN = 1100, 4000, 24  # pixels
 # Waits until the curves are drawn, for at most this long.
@@ -43,9 +46,23 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = args.folder or Path(temporary)
         if not (folder / "runs" / "digits").exists():
             train(folder)
-        page = Path(temporary) / "report.html"
-        subprocess.run([*COMMAND, "report", "digits", "-o", str(page)], cwd=folder, check=True)
-        shoot(page, args.picture, args.dark)
+        shoot(made(folder), args.picture, args.dark)
+
+
+def made(folder: Path) -> Path:
+    """The page of the run in this folder."""
+    page = folder / "report.html"
+    subprocess.run([*COMMAND, "report", "digits", "-o", str(page)], cwd=folder, check=True)
+    return page
+
+
+def text_of(page: Path) -> str:
+    """The text of a page, a line for each element that has any."""
+    _, _, body = page.read_text().partition("<body")
+    body = re.sub(r"<(style|script)\b.*?</\1>", "", body.partition(">")[2], flags=re.DOTALL)
+    return unescape(
+        "\n".join(line for part in re.split(r"<[^>]+>", body) for line in part.splitlines() if line.strip())
+    )
 
 
 def train(folder: Path) -> None:
@@ -75,7 +92,9 @@ def shoot(page: Path, picture: Path, dark: bool) -> None:
     image = Image.open(picture).convert("RGB")
     rows = numpy.asarray(image)
     used = numpy.flatnonzero((rows != rows[-1, 0]).any(axis=(1, 2)))
-    image.crop((0, 0, WIDTH, int(used[-1]) + MARGIN)).quantize(256).save(picture, optimize=True)
+    text = PngInfo()
+    text.add_text("Text", text_of(page), zip=True)
+    image.crop((0, 0, WIDTH, int(used[-1]) + MARGIN)).quantize(256).save(picture, optimize=True, pnginfo=text)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import os
 import pty
 import re
 import select
+import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
@@ -38,11 +39,17 @@ class Shot:
 
 
 def watch(
-    command: str, columns: int, cwd: Path, env: Mapping[str, str], until: re.Pattern[str] | None = None
+    command: str,
+    columns: int,
+    cwd: Path,
+    env: Mapping[str, str],
+    until: re.Pattern[str] | None = None,
+    act: Callable[[], object] | None = None,
 ) -> tuple[list[Line], float]:
     """Run a shell command in a terminal; returns its lines and the seconds it took.
 
-    Once a line matches `until`, Ctrl-C is typed. Raises TimeoutError with the output when the command does not end.
+    Once a line matches `until`, `act` is called, or Ctrl-C is typed. Raises TimeoutError with the output when the
+    command does not end.
     """
     pid, terminal = _start(command, (columns, 24), cwd, env)
     began, lines, rest, typed = time.monotonic(), [], b"", False
@@ -51,7 +58,7 @@ def watch(
         *whole, rest = (rest + chunk).split(b"\n")
         lines += [Line(at, line.decode(errors="replace").rstrip("\r")) for line in whole]
         if until and not typed and any(until.search(line.text) for line in lines):
-            os.write(terminal, b"\x03")
+            os.write(terminal, b"\x03") if act is None else act()
             typed = True
         if at > DEADLINE_S:
             raise TimeoutError(
@@ -112,6 +119,50 @@ def screen(received: str) -> list[str]:
         elif move[2] == "H":
             lines, row = [""], 0
     return lines
+
+
+VOLATILE = (  # what differs each time: hosts, jobs and times of the local names; paths; every number; bars and rules
+    (re.compile(r"local-\d[\w-]*"), "JOB"),
+    (re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{10}\b"), "COMMIT"),
+    (re.compile(rf"\b(?:vm|{re.escape(socket.gethostname().partition('.')[0])})\b"), "HOST"),
+    (re.compile(r"\b(?:on|host) (?:vm|n\d|[\w.-]*\d[\w.-]*)(?=[ :,]|$)"), "on HOST"),
+    (re.compile(r"(?:/[\w.+@-]+){2,}/?"), "PATH"),
+    (re.compile(r"\d+(?:[.,:-]\d+)*(?:e[-+]?\d+)?[a-z]?\b%?"), "0"),
+    (re.compile(r"[━─╸╺█▏▎▍▌▋▊▉]+|-{3,}"), "-"),
+    (re.compile(r"\s+"), " "),
+    # What may be left out: by a narrow screen, where nothing took that long, where nobody had to wait.
+    (re.compile(r"(?<=step 0/0 epoch 0) .*|(?<=^time) .*|.* has ended$"), ""),
+    (re.compile(r".* still waiting after .*|^\[laststep\] \S+: (re)?queued: .*"), ""),
+)
+
+
+def normalised(text: str, columns: int = 80) -> list[str]:
+    """The lines of an output without what differs each time, neighbours that are then equal once.
+
+    Messages that were wrapped at a terminal's width are whole again.
+    """
+    lines: list[str] = []
+    for line in unwrapped(CODE.sub("", text).splitlines(), columns):
+        for pattern, word in VOLATILE:
+            line = pattern.sub(word, line)
+        if line.strip() and line.strip() not in lines[-1:]:
+            lines.append(line.strip())
+    return lines
+
+
+def unwrapped(lines: list[str], columns: int) -> list[str]:
+    """A line that follows one of Laststep's messages, and whose first word had no room on it, belongs to that."""
+    whole: list[str] = []
+    before, ours = "", False
+    for line in map(str.rstrip, lines):
+        new = not line or line.startswith(("[laststep", "...", "$ "))
+        if ours and not new and len(before) <= columns <= len(before) + len(line.partition(" ")[0]):
+            whole[-1] += f" {line}"
+        else:
+            ours = line.startswith("[laststep")
+            whole.append(line)
+        before = line
+    return whole
 
 
 def _start(command: str, size: tuple[int, int], cwd: Path, env: Mapping[str, str]) -> tuple[int, int]:

@@ -464,7 +464,8 @@ class Rescuer:
             # One line has been said already, and is not repeated.
             summary = f": {in_one_line(error)}" if "\nTraceback" in (error or "") else ""
             say(f"attempt ended ({reason}) after step {end_step}, {lost}{summary}")
-            if not (state.world.on_slurm or state.world.supervised):  # else the command that waits says what to type
+            # Else the command that waits says what to type.
+            if not (state.world.on_slurm or state.world.supervised or user_error.is_debugged):
                 debug = command(f"resume {shlex.quote(state.run_dir.name)} --debug")
                 say(f"{CONTINUE_BY_HAND}; to debug: {debug}")
             print_hint(state, error or "")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from laststep.attempt.rescue import leader_file
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointStore
-from laststep.config.config import Config, ends_elsewhere
+from laststep.config.config import Config, changed_ends
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import LOCK_START_S, Before, Patience, look_anew
 from laststep.ranks.process import is_running
@@ -153,6 +153,6 @@ def finish_of(run: RunDir, config: Config) -> Finish | None:
     step, plan = ended[-1]["end_step"], read_plan(run.plan)
     with contextlib.suppress(CheckpointError, ConfigError):
         manifest = CheckpointStore(run.checkpoints).manifest(step)
-        if not ends_elsewhere(Config.parse(manifest.config), config):
+        if not changed_ends(Config.parse(manifest.config), config):
             return Finish(step, plan["total_steps"] if plan else step, manifest.metrics)
     return None

@@ -18,8 +18,7 @@ from typing import Any
 
 from laststep.checkpoint.files import Stripe, stripe_count
 from laststep.ranks.fault import Fault
-from laststep.ranks.replicas import Moment
-from laststep.ranks.world import Gathered
+from laststep.ranks.world import Gathered, Moment
 
 
 @dataclass(frozen=True)

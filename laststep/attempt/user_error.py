@@ -24,6 +24,7 @@ REFUSED = re.compile(r"([^\n:'\"(]+?) does not have a deterministic implementati
 # Whether the main function of this process is ours (`python -m laststep`, --debug). It prints a ConfigError as
 # one line, which the log need not have too.
 main_is_ours = False
+is_debugged = False  # --debug: the command says what to type next
 
 
 def describe(error: BaseException) -> str:

@@ -60,7 +60,7 @@ def _check_here(config: Config) -> int:
         _show("Slurm", _cluster(found.slurm))
         _show_partitions(found.slurm)
     elif not found.has_slurm:
-        print(f"no Slurm on this machine: {machine_checks.WITHOUT_SLURM}\n")
+        print(f"no Slurm on this machine: {machine_checks.without_slurm()}\n")
     print("problems" if found.problems else "nothing found that could break a run")
     for problem in found.problems:
         print(f"  {problem}")

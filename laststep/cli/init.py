@@ -9,6 +9,7 @@ from pathlib import Path
 
 from laststep.cli.parsers import Parser
 from laststep.config.errors import ConfigError
+from laststep.say import command
 
 TEMPLATE = Path(__file__).parent / "project"
 FILES = ("README.md", "digits.py", "configs/default.yaml", "configs/site/example.yaml", ".gitignore")
@@ -28,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(os.path.expanduser(args.folder))
     for path in _write(folder):
         print(f"wrote  {path}")
-    if folder.resolve() != Path.cwd():
+    if elsewhere := folder.resolve() != Path.cwd():
         print(f"next   cd {shlex.quote(str(folder))}")
-    print("next   laststep --local")
+    print(f"next   {command('--local', elsewhere)}")
     return 0
 
 

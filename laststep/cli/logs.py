@@ -15,9 +15,9 @@ from laststep.cli.parsers import Parser, add_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.run_logs import OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
+from laststep.runs.run_logs import BEGINS, OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
 from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
-from laststep.say import counted
+from laststep.say import command, counted
 
 POLL_S = 1.0
 RANK_COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="include the lines of submitit, srun and slurmstepd, and of ranks that only lost another one",
+        help="include the lines of submitit, srun and slurmstepd, and of ranks that only begin or lost another one",
     )
     parser.add_argument(
         "--traceback", action="store_true", help="only the error that ended the last attempt (or --attempt A), complete"
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """
     folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
     if args.traceback:
+        if args.follow or args.all or any(one is not None for one in (args.rank, args.grep, args.since, args.tail)):
+            raise ConfigError("--traceback: prints what is recorded, not the logs: only --attempt goes with it")
         return _print_error(folder, args.attempt)
     logs, reader, printer = MergedLogs(folder, args.rank), StatusReader(), _Printer(folder, args)
     if args.tail is not None and args.attempt is None and args.since is None:  # these need every line's time or attempt
@@ -81,8 +83,9 @@ def _print_error(folder: RunDir, attempt: int | None) -> int:
     """Print the error of an attempt as it is recorded, with every frame of its traceback; returns the exit status."""
     records = [record for record in records_of(folder) if record["error"] and attempt in (None, record["attempt"])]
     if not records:
-        which = "no attempt" if attempt is None else f"attempt {attempt}"
-        raise ConfigError(f"--traceback: {which} of {folder.name} has recorded no error; see `status`")
+        none = "no attempt has recorded an" if attempt is None else f"attempt {attempt} has recorded no"
+        show = command(f"status {run_folders.typed(folder)}")
+        raise ConfigError(f"--traceback: {folder.name}: {none} error; `{show}` shows how each attempt ended")
     print(records[-1]["error"])
     return 0
 
@@ -152,7 +155,11 @@ class _Printer:
         return self._args.grep is None or bool(self._args.grep.search(line.text))
 
     def _is_hidden(self, line: Line) -> bool:
-        return not self._args.all and bool(OF_OTHERS.match(line.text))
+        if self._args.all:
+            return False
+        everybody = self._args.rank is None and self._args.grep is None
+        # That the other ranks begin, too, is news only in a log of their own.
+        return bool(OF_OTHERS.match(line.text) or (everybody and line.rank and BEGINS.match(line.text.encode())))
 
     def print(self, lines: Iterable[Line]) -> None:
         """Print the lines, in colour on a terminal."""

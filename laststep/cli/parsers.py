@@ -140,7 +140,11 @@ def add_ways(parser: Parser) -> None:
     ways.add_argument(
         "--local", action="store_true", help="run all ranks on this machine; Ctrl-C stops them and keeps every step"
     )
-    ways.add_argument("--debug", action="store_true", help="run one rank in this process; an error opens the debugger")
+    ways.add_argument(
+        "--debug",
+        action="store_true",
+        help="run one rank, with the samples of all, in this process; an error opens the debugger",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the configuration and the sbatch script; submit nothing"
     )

@@ -28,6 +28,7 @@ from laststep.cli.parsers import (
 )
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine
 from laststep.rundir import RunDir
 from laststep.say import counted
 
@@ -83,6 +84,37 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(verdict.as_json(proof, ranks, config.seed), indent=1))
     return int(proof.verdict != "exact")
+
+
+def smoke(config: Config, machine: Machine) -> int:
+    """--smoke: a few steps, a save, a resume and a validation on this machine, in a throwaway folder; returns 0, or 1
+    when the script fails. Raises ConfigError."""
+    from laststep.proof.runs import SMOKE_STEPS, Prover
+    from laststep.records.attempt_record import reason_in, users_line_in
+    from laststep.submission import submission
+
+    began = time.monotonic()
+    with _removed_at_the_end() as folder:
+        launch = dataclasses.replace(config.launch, root=folder, name="smoke", max_restarts=0, max_failures=0)
+        train = dataclasses.replace(config.train, max_steps=min(config.train.max_steps or SMOKE_STEPS, SMOKE_STEPS))
+        config = submission.ready(dataclasses.replace(config, launch=launch, train=train), machine)
+        prover = Prover(config, None, _train, lambda _: None)
+        prover.smoke()
+    proof, ranks = prover.proof, counted(config.launch.world_size, "rank")
+    if proof.verdict == "failed":
+        print((proof.error or "").rstrip(), file=sys.stderr)
+        when = "when it is resumed" if proof.attempts else "at its start"
+        print(f"smoke  fails {when}: {reason_in(proof.error)}", file=sys.stderr)
+        if line := users_line_in(proof.error):
+            print(f"at     {line}", file=sys.stderr)
+        return 1
+    (probed,) = proof.runs.values()
+    first, *resumed = [attempt.last_step or 0 for attempt in proof.attempts]
+    later = f"resumed, trained to step {resumed[0]}" if resumed else "which is its last: nothing to resume"
+    validated = f"validation batches: {len(probed.batches)}" if probed.batches else "no validation"
+    print(f"smoke  trained to step {first} and saved, {later}; {validated}")
+    print(f"       {ranks}, {time.monotonic() - began:.0f} s, no error; nothing is left of it")
+    return 0
 
 
 def _length(steps: int | None) -> str:

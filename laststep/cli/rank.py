@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from laststep.attempt.predecessor import finish_of
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
+from laststep.cli.verbs import VERBS
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
@@ -47,8 +49,9 @@ To continue a run, repeat the command with the same name. Without --name, the
 name is made from the configuration's name and the job id.
 `python -m laststep hello` tests in seconds whether the ranks find each other.
 
-Any key=value sets a configuration key; `{command} --dry-run` prints them all.
-launch.nodes and its like are for launch.py only: here the launcher decides how
+Any key=value sets a configuration key; `{command} --config mnist --dry-run`
+prints them all.
+launch.nodes and its like are not for this: here the launcher decides how
 many ranks there are.
 """
 
@@ -57,6 +60,8 @@ def main(words: Sequence[str]) -> int:
     """Train in this process; returns the exit status, unless a stop's SystemExit carries it. Raises ConfigError."""
     if words[:1] == ["hello"]:
         return hello(words[1:])
+    if words and words[0] in (*VERBS, "--local", "--nodes") and not Path(words[0]).is_dir():
+        raise ConfigError(f"{words[0]}: `python -m laststep` is one rank of a run; type `{command(shlex.join(words))}`")
     parser = Parser(
         "python -m laststep", "One rank of a run, under any launcher.", EPILOG.replace("{command}", command())
     )

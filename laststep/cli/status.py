@@ -166,7 +166,7 @@ class _Sweep:
 
         keys = short_names(key for change in self._varied.values() for key in change)
         columns = {
-            short: {run: str(change.get(key, "")) for run, change in self._varied.items()}
+            short: {run: change.typed.get(key, "") for run, change in self._varied.items()}
             for key, short in keys.items()
         }
         columns[self._metric] = {run: number(value) for run, value in self._values.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from laststep import __version__
 from laststep.cli.parsers import (
@@ -20,6 +21,10 @@ from laststep.cli.parsers import (
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from laststep.config.config import Config
+    from laststep.config.machine import Machine
+
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
 verbs (default: submit; for the help of a verb: {{program}} help VERB):
@@ -29,7 +34,7 @@ A script comes last, with its own words; so does a module, after -m:
   {{program}} --nodes 2 train.py --lr 3e-4
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
-`{{program}} --dry-run` prints them all, with their values.
+`{{program}} --config mnist --dry-run` prints them all, with values.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
@@ -47,6 +52,12 @@ def add_arguments(parser: Parser) -> None:
     )
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="only see whether it works, in seconds: some steps, a save, a resume and a validation, here, in a "
+        "throwaway folder",
+    )
     add_overrides(parser)
     add_script(parser)
 
@@ -76,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
         source = branch.find_source(args.source, overrides)
         config, stem = branch.configure(source, overrides), source.name
+    if args.smoke:
+        return _smoke(args, config, Machine(Way.LOCAL, words=overrides, source=begins))
     machine = Machine(way, words=overrides, source=begins)
     config = submission.ready(config, machine, stem)
     origin = (begins or "none") if source is None else f"of {source.name}"
@@ -87,3 +100,15 @@ def run(args: argparse.Namespace) -> int:
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status
+
+
+def _smoke(args: argparse.Namespace, config: Config, machine: Machine) -> int:
+    """Returns the exit status. Raises ConfigError."""
+    from laststep.cli import prove
+
+    for option, given in (("--from", args.source), ("--follow", args.follow), ("--debug", args.debug)):
+        if given:
+            raise ConfigError(f"--smoke {option}: --smoke trains a new run on this machine; leave {option} out")
+    if args.dry_run:
+        raise ConfigError("--smoke --dry-run: --smoke leaves nothing behind; leave --dry-run out")
+    return prove.smoke(config, machine)

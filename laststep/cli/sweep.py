@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 
 from laststep.cli.parsers import (
@@ -20,7 +21,9 @@ from laststep.say import command, counted
 
 DESCRIPTION = """\
 Submit one run per combination of values, as a single Slurm array. Repeat the
-command to submit the runs that are missing or have not finished."""
+command to submit the runs that are missing or have not finished. --local runs
+them one after another on this machine: a run that fails does not end the sweep,
+Ctrl-C does; the run keeps its steps, and the same command again continues."""
 EPILOG = """\
 key=v1,v2 or key=0..4 gives a key several values. All options and all other
 key=value words apply to every run. For example:
@@ -33,7 +36,8 @@ def add_arguments(parser: Parser) -> None:
     """Declare what sweep takes."""
     add_config(parser)
     add_key_options(parser, NEW_RUN_OPTIONS)
-    parser.add_argument("--dry-run", action="store_true", help="print the runs and the sbatch script; submit nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and the sbatch script; start nothing")
+    parser.add_argument("--local", action="store_true", help="run them on this machine, one after another")
     parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
     add_overrides(parser, help="set a configuration key, or give it several values")
 
@@ -56,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{word}: all jobs of an array ask for the same; launch.* cannot vary")
     if args.parallel is not None and args.parallel < 1:
         raise ConfigError(f"--parallel {args.parallel}: must be at least 1")
+    if args.parallel is not None and args.local:
+        raise ConfigError(f"--parallel {args.parallel}: with --local one run follows another; leave this out")
     shared = [word for word in overrides if word not in varied]
     source = config_of(args, overrides)
     config = Config.load(source, shared, args.site or run_folders.site())
     changes = sweep.combinations(varied)
-    way = Way.DRY_RUN if args.dry_run else Way.SLURM
+    way = Way.LOCAL if args.local else Way.DRY_RUN if args.dry_run else Way.SLURM
     machine = Machine(way, sweep=True, words=overrides, source=source)
     config = submission.ready(config, machine, stem_of(source, config))
     if args.dry_run:
@@ -68,9 +74,15 @@ def run(args: argparse.Namespace) -> int:
         print(submission.what_trains(config, source or "none", comment=True))
         print(f"# sweep {config.launch.name}: {counted(len(names), 'run')}")
         for name, change in zip(names, changes):
-            print(f"{name}  {' '.join(f'{key}={value}' for key, value in change.items())}")
+            print(f"{name}  {' '.join(f'{key}={value}' for key, value in change.typed.items())}")
         print(f"\n# of each of them, but for these keys\n{config.to_yaml()}")
+        if machine.is_here:
+            print(f"# one after another on this machine, {counted(config.launch.world_size, 'rank')} each")
+            return 0
         return submission.show_script(config)
+    if machine.is_here:
+        here = functools.partial(submission.start, way=way, source=source or "none")
+        return sweep.run_here(config, changes, given_by(machine), here)
     submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
     print(submission.what_trains(config, source or "none"))
     print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")

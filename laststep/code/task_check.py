@@ -1,8 +1,7 @@
-"""Checks of a user's own task: that it names a Task class or a function, and that a custom loop reads the keys that the
-user has set: of the sections that a Task uses, a loop has what it reads by itself.
+"""Checks of a user's own task: that it names a Task class or a function, and that the keys that the user has set are
+among those that it declares to read, if it declares any. What it really reads, the rank finds out (config/reads.py).
 
-Its module is parsed, not imported: it may import torch. If a loop hands the run or the configuration to code elsewhere,
-every key may be read.
+Its module is parsed, not imported: it may import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from laststep.config.checks import check_batch, check_copies_of_task, check_no_s
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.machine import Machine
-from laststep.config.reads import FOR_A_FUNCTION, FOR_A_TASK, covers, given_by, refusal
+from laststep.config.reads import FOR_A_TASK, covers, declared, for_a_function, given_by, refusal
 from laststep.config.schema import READY_MADE
 from laststep.frameworks import PACKAGES, missing
 from laststep.optim.names import check_optimizer
@@ -31,8 +30,8 @@ HOOKS = {"datasets", "model", "step"}  # methods by which a class shows that it 
 
 
 def check(config: Config, machine: Machine) -> None:
-    """Check that a task of the user's own exists, its optimiser unless it may make its own, and that a custom loop
-    reads what the user has set. Raises ConfigError."""
+    """Check that a task of the user's own exists, its optimiser unless it may make its own, and that it may read what
+    the user has set. Raises ConfigError."""
     search = machine.places
     if config.script:
         check_script(config, search)
@@ -239,64 +238,57 @@ def _takes_run(function: ast.FunctionDef) -> bool:
 
 
 def check_keys(config: Config, keys: Sequence[str], search: Sequence[Path] = ()) -> None:
-    """Raise ConfigError for one of these keys, which the user has set, that the custom loop ignores, or that a Task has
-    not declared. Likewise for args that its dataclass lacks or needs."""
-    tree, function = definition(config.task, search or [Path.cwd()])
-    if isinstance(function, ast.ClassDef) or "." not in config.task:
+    """Raise ConfigError for one of these keys, which the user has set, that a Task or a function has not declared to
+    read, if it declares that: in `reads`, and in the dataclass of its args. Likewise for args that this needs."""
+    tree, node = definition(config.task, search or [Path.cwd()])
+    if isinstance(node, ast.ClassDef) or "." not in config.task:
         check_copies_of_task(config)
-    if tree is not None and isinstance(function, ast.ClassDef):
-        _check_declared(config, keys, tree, function)
-    if tree is None or not isinstance(function, ast.FunctionDef):
+    if tree is None or node is None:
         return
-    check_no_sharding(config)
-    reads = _Reads(tree, function)
-    if config.train.shares is not None and not reads.may_read("train.shares"):
-        raise ConfigError(
-            f"train.shares={config.train.shares}: {config.task}, a custom loop, does not compute in shares; write "
-            "`for batch in run.shares(batch):` around its forward and backward pass, or remove this key"
-        )
+    if isinstance(node, ast.FunctionDef):
+        check_no_sharding(config)
+        if node.decorator_list:
+            return  # which may change what it takes: the rank finds out
+        reads, settings = _assigned(tree, f"{node.name}.reads"), _type_of_args(node)
+        by_laststep = for_a_function(config)
+    else:
+        reads, settings = _assigned(node, "reads"), _assigned(node, "settings")
+        by_laststep = (*FOR_A_TASK, "optim.")  # of which the methods of Task itself read what they need
+    if reads is not None:
+        _check_reads(config.task, keys, reads, by_laststep)
+    fields = None if settings is None else _fields_of(tree, ast.unparse(settings).strip("'\""))
+    if fields is not None:
+        _check_args(config, keys, fields)
+
+
+def _assigned(tree: ast.Module | ast.ClassDef, name: str) -> ast.expr | None:
+    """The value that this body gives to a name, such as `reads` or `main.reads`."""
+    nodes = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
+    return next((node.value for node in nodes), None)
+
+
+def _type_of_args(function: ast.FunctionDef) -> ast.expr | None:
+    """The annotation of a function's second parameter, if that is named args."""
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    return next((each.annotation for each in parameters[1:2] if each.arg == "args"), None)
+
+
+def _check_reads(task: str, keys: Sequence[str], reads: ast.expr, by_laststep: Sequence[str]) -> None:
+    """Raise ConfigError for a key that is not in `reads`, a tuple of keys and sections; not for args."""
+    try:
+        names = [str(name) for name in ast.literal_eval(reads)]
+    except (ValueError, TypeError):
+        return  # made by code: the rank finds out
     for key in keys:
-        if (key != "train.shares" and covers(FOR_A_FUNCTION, key)) or reads.may_read(key):
-            continue
-        if key == "train.precision" and config.train.precision not in ("bf16", "fp16"):
-            continue  # how the GPU multiplies, which is the same for every loop
-        if key.startswith("args."):
-            known = sorted(read.partition(".")[2] for read in reads.keys if read.startswith("args."))
-            raise ConfigError(f"{key}: {config.task} does not read it; {nearest(key.partition('.')[2], known)}")
-        name = key.rpartition(".")[2]
-        raise ConfigError(
-            f"{key}: {config.task}, a custom loop, does not read it, so it would change nothing; let it read "
-            f"run.config.{key}, or run.args.{name} and set args.{name}"
-        )
-    if missing := [name for name in reads.needed if name not in config.args and f"args.{name}" not in keys]:
-        raise ConfigError(f"args.{missing[0]}: not set, and the dataclass of args has no default for it")
+        if not covers((*by_laststep, "args.", *declared(names)), key):
+            raise refusal(key, task, names)
 
 
-# The sections of which a Task declares what it reads. Of `optim`, the methods of Task itself read what they need.
-DECLARED = ("model.", "data.")
+def _check_args(config: Config, keys: Sequence[str], fields: dict[str, bool]) -> None:
+    """Raise ConfigError for args that are no fields of their dataclass, and for a field that needs a value.
 
-
-def _check_declared(config: Config, keys: Sequence[str], tree: ast.Module, task: ast.ClassDef) -> None:
-    """Raise ConfigError for a key that a Task has not declared, if it declares what it reads: in `reads`, a tuple of
-    keys and sections, and in `settings`, the dataclass of its args."""
-    declared = {
-        node.targets[0].id: node.value
-        for node in task.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    if (reads := declared.get("reads")) is not None:
-        try:
-            names = [str(name) for name in ast.literal_eval(reads)]
-        except (ValueError, TypeError):
-            return  # made by code: the rank finds out
-        sections = [name if "." in name else f"{name}." for name in names]
-        for key in keys:
-            if key.startswith(DECLARED) and not covers((*FOR_A_TASK, *sections), key):
-                raise refusal(key, config.task, names)
-    settings = declared.get("settings")
-    fields = _fields_of(tree, settings.id) if isinstance(settings, ast.Name) else None
-    if fields is None:
-        return
+    `fields` says which have a default.
+    """
     for key in keys:
         if key.startswith("args.") and key.split(".")[1] not in fields:
             raise refusal(key, config.task, [f"args.{name}" for name in fields])
@@ -312,92 +304,3 @@ def _fields_of(tree: ast.Module, name: str) -> dict[str, bool] | None:
         return None
     fields = (field for field in found.body if isinstance(field, ast.AnnAssign))
     return {field.target.id: field.value is not None for field in fields if isinstance(field.target, ast.Name)}
-
-
-class _Reads(ast.NodeVisitor):
-    """The keys and sections of the configuration that the code of a module reads."""
-
-    def __init__(self, tree: ast.Module, function: ast.FunctionDef) -> None:
-        self.keys: set[str] = set()
-        self.needed: list[str] = []  # the fields without a default of the dataclass of args
-        parameters = [*function.args.posonlyargs, *function.args.args]
-        self._unknown = bool(function.decorator_list)
-        self._runs = {"run", *(each.arg for each in parameters[:1])}
-        here = (node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
-        self._here = {node.name for node in here if not getattr(node, "bases", None)}
-        self._variables = {"args": "args"} if [each.arg for each in parameters[1:2]] == ["args"] else {}
-        if self._variables and parameters[1].annotation is not None:
-            self._read_fields(tree, parameters[1].annotation)
-            self._variables = {}
-        while aliases := [name for node in ast.walk(tree) for name in self._aliases(node)]:
-            self._variables |= dict.fromkeys(aliases, "")
-        self.visit(tree)
-
-    def may_read(self, key: str) -> bool:
-        """Whether the code may read this key, or one in it, or the section that it is in."""
-        pairs = [pair for read in self.keys for pair in ((key, read), (read, key))]
-        return self._unknown or any(f"{one}.".startswith(f"{other}.") for one, other in pairs)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        """A variable that stands for the configuration reads nothing yet."""
-        if self._path(node.value) != "" or not all(isinstance(target, ast.Name) for target in node.targets):
-            self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        """run.config.optim.lr reads optim.lr."""
-        path = self._path(node)
-        if path is not None:
-            self._note(path)
-        elif not self._is_run(node.value):
-            self.generic_visit(node)
-        elif node.attr == "shares":  # run.shares(batch)
-            self.keys.add("train.shares")
-
-    def visit_Name(self, node: ast.Name) -> None:
-        """A variable that stands for a section reads all of it; the run itself goes where it cannot be followed."""
-        if isinstance(node.ctx, ast.Load):
-            self._unknown |= self._is_run(node)
-            self._note(self._path(node))
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """A function of this module may be given the run."""
-        here = isinstance(node.func, ast.Name) and node.func.id in self._here
-        for each in (node.func, *node.args, *(keyword.value for keyword in node.keywords)):
-            if not (here and self._is_run(each)):
-                self.visit(each)
-
-    def _note(self, path: str | None) -> None:
-        if path:
-            self.keys.add(path)
-        self._unknown |= path == ""  # the configuration as a whole
-
-    def _is_run(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id in self._runs
-
-    def _path(self, node: ast.expr) -> str | None:
-        """The dotted key that an expression stands for, "" for the whole configuration; None for anything else."""
-        if isinstance(node, ast.Name):
-            return self._variables.get(node.id)
-        if not isinstance(node, ast.Attribute):
-            return None
-        if (inner := self._path(node.value)) is not None:
-            return f"{inner}.{node.attr}".lstrip(".")
-        if node.attr == "config":
-            return ""
-        return "args" if node.attr == "args" and self._is_run(node.value) else None
-
-    def _aliases(self, node: ast.AST) -> list[str]:
-        """The variables that this node makes stand for the whole configuration, as in `config = run.config`."""
-        if not isinstance(node, ast.Assign) or self._path(node.value) != "":
-            return []
-        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        return [name for name in names if name not in self._variables]
-
-    def _read_fields(self, tree: ast.Module, annotation: ast.expr) -> None:
-        """Take the settings from the dataclass that is the type of args; all may be read if it cannot be looked at."""
-        fields = _fields_of(tree, ast.unparse(annotation).strip("'\""))
-        if fields is None:
-            self.keys.add("args")
-            return
-        self.keys |= {f"args.{name}" for name in fields}
-        self.needed += [name for name, has_default in fields.items() if not has_default]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -268,6 +269,19 @@ def checkpoint_activations(
         return checkpoint_wrapper(module, **({} if contexts is None else {"context_fn": contexts}))
 
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen)
+
+
+def missing_gradients(ddp: Any) -> list[int] | None:
+    """After a backward pass: the trained parameters, by number, for which DistributedDataParallel still waits, as they
+    got no gradient on this rank; None if it has summed all. After the first backward pass, a collective."""
+    try:
+        ddp.reducer._rebuild_buckets()  # which the next forward pass does otherwise
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", str(error))
+        return [int(number) for number in re.findall(r"\d+", found[1])] if found else []
+    return None
 
 
 def no_buffer_sync() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,48 +11,23 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import escaped, leaves
+from laststep.config.reads import view
 
 
-class FreeArgs(SimpleNamespace):
-    """The settings as attributes: args.lr. Each that is read is noted, if a `free_args` was told where."""
-
-    __slots__ = ("_noted",)  # not among the settings; a copy lacks it
-
-    def __getattribute__(self, name: str) -> Any:
-        try:
-            key, seen = object.__getattribute__(self, "_noted")
-        except AttributeError:
-            return super().__getattribute__(name)
-        if name == "__dict__":  # vars(args): all of them
-            seen.add(key)
-        elif not name.startswith("__") and not isinstance(vars_of(self).get(name), FreeArgs):
-            seen.add(f"{key}.{name}")
-        return super().__getattribute__(name)
+class FreeArgs(Namespace):
+    """The settings as attributes: args.lr."""
 
     def __getattr__(self, name: str) -> Any:
         raise MissingArg(f"args.{name}: not set; give it a value, as in args.{name}=1")
-
-
-def vars_of(args: SimpleNamespace) -> dict[str, Any]:
-    """`vars`, without noting that all of it has been read."""
-    found: dict[str, Any] = object.__getattribute__(args, "__dict__")
-    return found
 
 
 class MissingArg(ConfigError, AttributeError):
     """A setting that the function reads is not set. An AttributeError, so that getattr(args, name, default) works."""
 
 
-def free_args(given: Mapping[str, Any], seen: set[str] | None = None, key: str = "args") -> FreeArgs:
-    """Settings of any name. The dotted key of each that is read is added to `seen`."""
-    inner = {
-        name: free_args(value, seen, f"{key}.{name}") if isinstance(value, dict) else value
-        for name, value in given.items()
-    }
-    args = FreeArgs(**inner)
-    if seen is not None:
-        args._noted = (key, seen)
-    return args
+def free_args(given: Mapping[str, Any]) -> FreeArgs:
+    """Settings of any name."""
+    return FreeArgs(**{name: free_args(value) if isinstance(value, dict) else value for name, value in given.items()})
 
 
 def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
@@ -76,6 +51,13 @@ def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"args.{error.full_key}: not set, and {schema.__name__} has no default for it") from None
     except Exception as error:  # the dataclass's own check, in __post_init__
         raise ConfigError(f"args: {schema.__name__} refuses them: {first_line(error)}") from None
+
+
+def user_args(settings: type | None, given: Mapping[str, Any], seen: set[str] | None = None) -> Any:
+    """The `given` settings, as an instance of the user's dataclass if there is one, else as attributes. The dotted key
+    of each that is read is added to `seen`. Raises ConfigError for settings that do not fit the dataclass."""
+    args = free_args(given) if settings is None else checked_args(settings, given)
+    return args if seen is None else view(args, "args.", seen)
 
 
 def _thaw(tree: Any) -> None:

@@ -174,6 +174,11 @@ def _check_sharding(config: Settings) -> None:
             f"train.accumulate={train.accumulate}: with {given} and train.shares={train.shares} each share is one "
             "micro-batch; remove this key, or use more shares"
         )
+    if train.find_unused_parameters:
+        raise ConfigError(
+            f"train.find_unused_parameters=true: cannot be combined with {given}, where a part of the model that no "
+            "rank uses needs no key, and one that only some ranks use cannot be trained; remove one of the two"
+        )
     if train.channels_last:
         raise ConfigError(f"train.channels_last=true: cannot be combined with {given}; shards keep torch's own layout")
     if config.optim.name.lower() in NOT_BY_ROWS:
@@ -231,6 +236,11 @@ def _check_single_keys(config: Settings) -> None:
         raise ConfigError(f"train.ema_decay={config.train.ema_decay}: must be below 1, e.g. 0.999")
     if not 0 < config.optim.decay_share <= 1:
         raise ConfigError(f"optim.decay_share={config.optim.decay_share}: must be above 0 and at most 1")
+    if config.train.overfit_batches is not None and config.train.epoch_samples is not None:
+        raise ConfigError(
+            f"train.epoch_samples={config.train.epoch_samples}: with train.overfit_batches an epoch is a pass over the "
+            "samples of those batches; leave one out"
+        )
     for key in ("optim.clip_norm", "checkpoint.every_minutes", "launch.mem_gb"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) == 0:

@@ -101,11 +101,10 @@ def _with_script(config: Config) -> Config:
     return dataclasses.replace(config, task=SCRIPT) if config.script else config
 
 
-def ends_elsewhere(before: Settings, now: Settings) -> bool:
-    """Whether a run that has finished as configured before may go on now. The words of a script may say where it
-    ends."""
-    ends = [(each.train.epochs, each.train.max_steps, each.script) for each in (before, now)]
-    return ends[0] != ends[1]
+def changed_ends(before: Settings, now: Settings) -> list[str]:
+    """The keys by which a run may end elsewhere now than before; the words of a script may say where it ends."""
+    ends = {"train.epochs": lambda of: of.train.epochs, "train.max_steps": lambda of: of.train.max_steps}
+    return [key for key, value in {**ends, "script": lambda of: of.script}.items() if value(before) != value(now)]
 
 
 def variants(config: Config, changes: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Config, str]]:

@@ -21,6 +21,10 @@ class DiskError(OSError):
     """
 
 
+class NotFinite(ArithmeticError):
+    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail. The message is one line."""
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """A hint for a wrong name: the most similar valid name, else up to 12 names to choose from."""
     if not names:

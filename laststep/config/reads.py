@@ -1,8 +1,8 @@
 """Which keys of its configuration a run reads: a key that was set and that nothing reads would change nothing.
 
-A task gets its configuration as a view that notes which keys are read. Nothing is concluded from source code. Code
-that takes a section or a mapping apart, as `dataclasses.asdict(config)` and `build(**config.model.args)` do, reads all
-of it.
+A task gets its configuration as a view that notes which keys are read, and so does a function, as `run.config`. Nothing
+is concluded from source code. Code that takes a section or a mapping apart, as `dataclasses.asdict(config)` and
+`build(**config.model.args)` do, reads all of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from laststep.config.config import PACKAGED, find_config, keys_in, missing_keys
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import leaves
 from laststep.config.machine import Machine
-from laststep.config.schema import Settings
+from laststep.config.schema import SCRIPT, Settings
 
 S = TypeVar("S")
 
@@ -53,6 +54,19 @@ class Reads:
         return [key for key in keys if not covers(by_laststep, key) and not self.has(key)]
 
 
+def for_a_function(config: Settings) -> tuple[str, ...]:
+    """What Laststep reads besides a user's function."""
+    # The other precisions say how the GPU multiplies, which is the same for every loop.
+    return FOR_A_FUNCTION if config.train.precision in ("bf16", "fp16") else (*FOR_A_FUNCTION, "train.precision")
+
+
+def declared(reads: Iterable[str] | None, settings: type | None = None) -> list[str]:
+    """What a task declares to read, as `covers` takes it: keys and sections, such as "model.name" and "data", and with
+    a dataclass of `settings` its args."""
+    sections = [name if "." in name else f"{name}." for name in reads or ()]
+    return [*sections, *([] if settings is None else ["args."])]
+
+
 def covers(names: Collection[str], key: str) -> bool:
     """Whether `names` contain a key, the section that it is in (a name with a dot at its end), or its mapping."""
     return any(key.startswith(name) if name.endswith(".") else f"{key}.".startswith(f"{name}.") for name in names)
@@ -66,9 +80,8 @@ def refusal(key: str, task: str, read: Collection[str]) -> ConfigError:
     what = f"{key}: task={task} does not read it, so it would change nothing"
     if not names:
         where = f"no key of {section}" if section else "no such key"
-        return ConfigError(
-            f"{what}; it reads {where}: leave it out, or name it in the task's `reads` if it is read later"
-        )
+        late = "" if task == SCRIPT else ", or name it in the task's `reads` if it is read later"
+        return ConfigError(f"{what}; it reads {where}: leave it out{late}")
     return ConfigError(f"{what}; of {section} it reads {', '.join(names[:8])}: {nearest(name, names)}")
 
 
@@ -94,20 +107,31 @@ _DEFAULTS = dict(leaves(dataclasses.asdict(Settings())))
 class GivenKeys:
     """The keys that the user has set for a run, and whether its task reads them."""
 
-    def __init__(self, task: str, given: Iterable[str], by_laststep: Collection[str]) -> None:
+    def __init__(
+        self, task: str, given: Iterable[str], by_laststep: Collection[str], declared: Collection[str] = ()
+    ) -> None:
+        """`by_laststep` is what Laststep reads for the task; what the task has `declared`, it may read late."""
         self.reads = Reads()
-        self._task, self._given, self._by_laststep = task, dict.fromkeys(given), by_laststep
+        self._task, self._given = task, dict.fromkeys(given)
+        self._by_laststep, self._declared = by_laststep, declared
 
-    def check(self) -> None:
-        """Once a task has built its data and its model, and has done a step on trial: raise ConfigError for a key that
-        it has not read. A setting of its own (args) may be read later, unless its name is that of another, misspelt."""
+    def add(self, keys: Iterable[str]) -> None:
+        """The user has set these as well, to resume the run."""
+        self._given |= dict.fromkeys(keys)
+
+    def problem(self, among: Collection[str] = ("",)) -> ConfigError | None:
+        """Once a task has built its data and its model, and has done a step: what to say of a key that it has not read,
+        of those in the sections `among`. A setting of its own (args) may be read later, unless its name is that of
+        another, misspelt."""
         for key in self._unread():
             asked = {read for read in self.reads.keys if read.startswith("args.")} - self._given.keys()
-            if not key.startswith("args.") or difflib.get_close_matches(key, asked, n=1, cutoff=0.8):
-                raise refusal(key, self._task, self.reads.keys)
+            may_be_late = key.startswith("args.") and not difflib.get_close_matches(key, asked, n=1, cutoff=0.8)
+            if not may_be_late and key.startswith(tuple(among)) and not covers(self._declared, key):
+                return refusal(key, self._task, self.reads.keys)
+        return None
 
     def late(self) -> list[str]:
-        """A line for each key that has not been read after the first validation either."""
+        """A line for each key that has not been read in the first epoch either."""
         return [
             f"WARNING: {key}: task={self._task} has not read it in the first epoch: does it change anything?"
             for key in self._unread()
@@ -118,19 +142,19 @@ class GivenKeys:
 
 
 def _wrapped(value: Any, key: str, seen: set[str]) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return view(value, f"{key}.", seen)
     return _Mapping.of(value, key, seen) if type(value) is dict else value
 
 
 def view(plain: Any, prefix: str, seen: set[str]) -> Any:
-    """A view of a dataclass's instance, whose fields are the keys that begin with `prefix`: each that is read is added
-    to `seen`."""
+    """A view of a dataclass's instance or of a namespace, whose fields are the keys that begin with `prefix`: each that
+    is read is added to `seen`."""
     kind: Any = type(plain)
-    made: Any = object.__new__(_view_class(kind))
-    inner = {field.name: _wrapped(getattr(plain, field.name), prefix + field.name, seen) for field in _fields(plain)}
+    made: Any = object.__new__(_view_class(kind, tuple(_names(plain))))
+    inner = {name: _wrapped(getattr(plain, name), prefix + name, seen) for name in _names(plain)}
     notes = {name: prefix + name for name, value in inner.items() if value is getattr(plain, name)}
-    object.__setattr__(made, "_view", (plain, inner, notes, seen))
+    object.__setattr__(made, "_view", (plain, inner, notes, seen, prefix))
     return made
 
 
@@ -147,44 +171,84 @@ def seen_by(config: Any) -> set[str] | None:
 
 def _behind(config: Any) -> tuple[Any, set[str] | None]:
     try:
-        behind, _, _, seen = object.__getattribute__(config, "_view")
+        behind, _, _, seen, _ = object.__getattribute__(config, "_view")
     except AttributeError:
         return None, None
     return behind, seen
 
 
-def _fields(instance: Any) -> list[dataclasses.Field[Any]]:
+def _names(instance: Any) -> list[str]:
     """The fields that have a value yet: one with init=False may lack it."""
-    return [field for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
+    if isinstance(instance, Namespace):
+        return list(vars(instance))
+    return [field.name for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
+
+
+def _note_all(view: Any) -> None:
+    """Note all of a view: its own keys, and those of the sections and mappings in it."""
+    _, inner, notes, seen, _ = view._view
+    seen.update(notes.values())
+    for value in inner.values():
+        if isinstance(value, _Mapping):
+            seen.add(value._key)
+        elif seen_by(value) is not None:
+            _note_all(value)
 
 
 @functools.cache
-def _view_class(kind: type) -> type:
-    """The class of views of a dataclass's instances. A view says that it is of that dataclass itself, so that
-    `dataclasses.replace`, `==` and isinstance do as they do with a plain one."""
-    get, set_ = object.__getattribute__, object.__setattr__
+def _view_class(kind: type, names: tuple[str, ...]) -> type:
+    """The class of views of a dataclass's instances, or of namespaces with these names. A view says that it is of that
+    class itself, so that `dataclasses.replace`, `==` and isinstance do as they do with a plain one. Each field is a
+    property: torch's compiler can follow one, in a model that reads its settings in its forward pass."""
 
-    class View(kind):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            _, inner, notes, seen = get(self, "_view")
-            if name in notes:
-                seen.add(notes[name])
-            return inner[name] if name in inner else kind if name == "__class__" else super().__getattribute__(name)
+    def values_of(self: Any) -> Any:
+        _note_all(self)
+        return vars(self._view[0])
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            plain, inner, *_ = get(self, "_view")
-            if name not in inner:
-                return set_(self, name, value)  # such as a cached property
-            setattr(plain, name, value)  # which raises for a frozen one
+    def set_value(self: Any, name: str, value: Any) -> None:
+        plain, inner, *_ = self._view
+        setattr(plain, name, value)  # which raises for a frozen one
+        if name in inner:
             inner[name] = value
+        else:
+            object.__setattr__(self, name, value)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            plain, _, notes, seen = get(self, "_view")
-            seen.update(notes.values())
-            return copy.copy, (plain,)
+    def reduce(self: Any, protocol: Any) -> Any:
+        _note_all(self)
+        return copy.copy, (self._view[0],)
 
-    View.__name__, View.__qualname__, View.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return View
+    def missing(self: Any, name: str) -> Any:
+        _, _, _, seen, prefix = self._view
+        seen.add(prefix + name)
+        return kind.__getattr__(self, name)  # type: ignore[attr-defined]
+
+    members: dict[str, Any] = {
+        "__slots__": ("_view",),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__hash__": kind.__hash__,
+        "__class__": property(lambda self: kind),
+        "__dict__": property(values_of),  # vars(config): all of it
+        "__setattr__": set_value,
+        "__reduce_ex__": reduce,
+        "__repr__": lambda self: repr(self._view[0]),  # what is only printed is not read
+        **{name: _noted(name) for name in names},
+    }
+    if hasattr(kind, "__getattr__"):
+        members["__getattr__"] = missing
+    return type(kind.__name__, (kind,), members)
+
+
+def _noted(name: str) -> property:
+    """A field of a view."""
+
+    def read(self: Any) -> Any:
+        _, inner, notes, seen, _ = self._view
+        if name in notes and notes[name] not in seen:
+            seen.add(notes[name])
+        return inner[name]
+
+    return property(read)
 
 
 _OWN_ARGS = ", or self.args.NAME, run.args.NAME for settings of your own"

@@ -116,6 +116,12 @@ class Train:
         "null: an epoch is a pass",
         least=1,
     )
+    overfit_batches: int | None = setting(
+        None,
+        "train on the samples of this many batches only, the same in each epoch: a model that cannot learn them by "
+        "heart has a bug. Validation stays whole, and says nothing then. null: on all samples",
+        least=1,
+    )
     batch_size: int = setting(
         64,
         "samples per step over all ranks together (the global batch)",
@@ -142,6 +148,11 @@ class Train:
     )
     sanity: bool = setting(
         True, "before the first step of each attempt, run one validation batch, so that an error there comes at once"
+    )
+    find_unused_parameters: bool = setting(
+        False,
+        "with several ranks: allow steps in which parameters of the model get no gradient, on some ranks or on any. "
+        "One that gets none on any rank stays as it is, as it does on one rank; a GPU waits once in such a step",
     )
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(

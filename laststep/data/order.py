@@ -87,8 +87,13 @@ class Order:
     drop_last: bool = False  # leave out a short last batch
 
     @classmethod
-    def of(cls, samples: int, batch_size: int, seed: int, epoch_samples: int | None) -> Order:
-        """The order of a data set of this size, in epochs of all samples or of `epoch_samples`."""
+    def of(
+        cls, samples: int, batch_size: int, seed: int, epoch_samples: int | None, overfit_batches: int | None = None
+    ) -> Order:
+        """The order of a data set of this size, in epochs of all samples, of `epoch_samples`, or of the samples of the
+        first `overfit_batches` batches."""
+        if overfit_batches is not None:
+            return FewOrder(min(samples, overfit_batches * batch_size), batch_size, seed, whole=samples)
         if epoch_samples is None:
             return Order(samples, batch_size, seed)
         return PartOrder(epoch_samples, batch_size, seed, whole=samples)
@@ -145,6 +150,22 @@ class PartOrder(Order):
     def indices(self, epoch: int) -> Indices:
         """All samples of an epoch, in order."""
         return _part(self.whole, self.samples, self.seed, epoch)
+
+
+@dataclass(frozen=True)
+class FewOrder(Order):
+    """An order of few of the `whole` samples, the same in each epoch: those with which an order of all begins."""
+
+    whole: int = 0
+
+    def indices(self, epoch: int) -> Indices:
+        """All samples of an epoch, in order."""
+        return _first(self.whole, self.samples, self.seed)[_permutation(self.samples, self.seed, epoch)]
+
+
+@lru_cache(maxsize=1)
+def _first(whole: int, samples: int, seed: int) -> Indices:
+    return _permutation(whole, seed, 0)[:samples].copy()
 
 
 @lru_cache(maxsize=256)  # of a rank's shares; all batches but the last of an epoch are cut alike

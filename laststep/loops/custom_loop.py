@@ -28,13 +28,14 @@ from laststep import compat
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
-from laststep.config.config import Config, ends_elsewhere
-from laststep.config.errors import ConfigError
+from laststep.config.config import Config, changed_ends
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
+from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
 from laststep.loops import loop_rules
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
@@ -114,14 +115,16 @@ class CustomLoop(Loop):
     buffers, and those are snapshotted.
     """
 
-    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext) -> None:
-        self.config, self.group = context.config, context.group
+    def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, given: GivenKeys) -> None:
+        self.config, self.group, self.given = context.config, context.group, given
+        self._given_checked = False  # whether the keys that the user has set are read
+        self._changed_ends: list[str] = []  # with which the user has resumed the run
         self.engine = Engine(context, self)
         self.function, self.run_dir = function, context.run
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
-        self._held = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
+        self._state = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
         self.shares = CustomShares(self.config, self.group, self._logged)
         self._samples = 0  # of the open step, over all ranks
         self._checks: StepChecks  # from run.restore(...) on
@@ -148,7 +151,7 @@ class CustomLoop(Loop):
             raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.engine.startup.done("data and model")
         self.engine.watch.enter("restoring")
-        registered = self._held.register(objects, opaque=framework is not None)
+        registered = self._state.register(objects, opaque=framework is not None)
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
@@ -160,7 +163,7 @@ class CustomLoop(Loop):
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self._checks = StepChecks(registered)
-        self._held.restore()
+        self._state.restore()
         if framework is not None:
             self._restore_framework(framework)
         self.engine.finish_restore()
@@ -186,6 +189,7 @@ class CustomLoop(Loop):
             batches = loader.batches(position.step, count - position.batches)
             try:
                 for number in range(position.batches + 1, count + 1):
+                    self._check_given()
                     if self.engine.saves.due:
                         self.engine.save()
                     if not self.engine.stop.begin_tick():
@@ -201,7 +205,7 @@ class CustomLoop(Loop):
                     self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
-                    self._held.break_off()
+                    self._state.break_off()
                 raise
             finally:
                 if self.phase in IN_BODY:
@@ -227,7 +231,8 @@ class CustomLoop(Loop):
             return
         if broken_off := self.phase in STEP_OPEN:
             self._end_step(ends_epoch=True)
-        self._held.end_steps()
+        self._check_given()
+        self._state.end_steps()
         self.engine.position.over = True
         self._move(Event.STEPS_END)
         # After a break the function may have done more than its steps already, and only registered state is held.
@@ -281,11 +286,13 @@ class CustomLoop(Loop):
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Take over the position of the checkpoint. The objects take over the rest when the function registers them."""
         if checkpoint is not None:
-            self._held.checkpoint = checkpoint
+            self._state.checkpoint = checkpoint
             self.engine.take_position(Position(**checkpoint.position))
             self._modes.resume(self.engine.position)
-            before = checkpoint.manifest.config
-            if self.engine.position.finished and before and ends_elsewhere(Config.parse(before), self.config):
+            if before := checkpoint.manifest.config:
+                self._changed_ends = changed_ends(Config.parse(before), self.config)
+                self.given.add(self._changed_ends)
+            if self.engine.position.finished and self._changed_ends:
                 self.engine.position.finished = False
                 if self.engine.position.one_epoch:  # which is longer now
                     self.engine.position.reopen_epoch(begins_after=0)
@@ -316,12 +323,12 @@ class CustomLoop(Loop):
 
     def before_save(self) -> None:
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
-        self._held.sync()
+        self._state.sync()
         engine = self.engine
         if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
-        if difference := difference_between_ranks(self._held.current(), self.group, engine.place.shards):
+        if difference := difference_between_ranks(self._state.current(), self.group, engine.place.shards):
             engine.spoil()
             raise self._misuse(
                 f"the registered state differs between ranks at step {engine.position.step}: {difference}. Every rank "
@@ -331,15 +338,15 @@ class CustomLoop(Loop):
 
     def state(self) -> State:
         """What the registered objects have to be when a run resumes here."""
-        return self._held.current()
+        return self._state.current()
 
     def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
-        return self._held.hold(self.engine.queue.on_host)
+        return self._state.hold(self.engine.queue.on_host)
 
     def unchanged(self) -> bool:
         """Also False when what follows the steps of an epoch has changed the state."""
-        return self._held.unchanged()
+        return self._state.unchanged()
 
     def epoch(self) -> int:
         """The epoch of the last finished step, from 1; within an epoch, the one under way."""
@@ -364,29 +371,29 @@ class CustomLoop(Loop):
 
     def epoch_written(self) -> None:
         """What follows the steps of the epoch is done."""
-        self._held.end_epoch()
+        self._state.end_epoch()
 
     # The order of events
 
     def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position = self.engine.position
-        if problem := loop_rules.of_steps(loader, self._held.registered is not None):
+        if problem := loop_rules.of_steps(loader, self._state.registered is not None):
             raise self._misuse(problem)
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
             raise self._misuse(loop_rules.TWICE)
         self.end_steps()
-        self._held.snapshot()
+        self._state.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
                 raise self._misuse(loop_rules.TWICE)
-            self.engine.end_epoch(self._epoch_record(include_open=False))
+            self._end_epoch(include_open=False)
         position.epoch = self._function_epoch
         if isinstance(loader, StepLoader):
             self.loaders.check_order(loader)
         count = len(loader) if count is None else count
         self._announce(count, loader.batch_size)
-        self._held.restore_for_first_step()
+        self._state.restore_for_first_step()
         self._move(Event.FIRST_BATCH)
         return count
 
@@ -398,7 +405,7 @@ class CustomLoop(Loop):
             self.engine.announce_length(total, batch_size)
         if self.engine.watch.phase != "training":
             self.engine.watch.enter("training")
-            begins = "starting" if self._held.checkpoint is None else f"resuming after step {step}"
+            begins = "starting" if self._state.checkpoint is None else f"resuming after step {step}"
             ranks = f"{counted(self.engine.size, 'rank')} on {self.group.device.type}"
             self.engine.progress.say(f"{begins}: {counted(total, 'step')}, {count} per epoch, {ranks}")
 
@@ -428,7 +435,7 @@ class CustomLoop(Loop):
                 self._warned = True
                 self.engine.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
             return
-        registered = self._held.registered
+        registered = self._state.registered
         assert registered is not None
         self.shares.check_complete()
         if self.phase not in IN_UPDATE and registered.optimizers:
@@ -438,11 +445,11 @@ class CustomLoop(Loop):
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
             self._move(Event.UPDATE)
-        registered.apply_synced()
+        registered.buffers.commit()
 
     def _end_step(self, ends_epoch: bool) -> None:
         """Close the open step."""
-        registered = self._held.registered
+        registered = self._state.registered
         assert registered is not None and self.phase in STEP_OPEN
         if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
             self._checks.no_update(self.engine.position.step)
@@ -474,10 +481,20 @@ class CustomLoop(Loop):
             best = self.engine.rank == 0 and self.engine.saves.would_be_best(line)
             self.engine.saves.due |= self.group.broadcast_bool(best)
 
-    def _epoch_record(self, include_open: bool) -> dict[str, Any]:
-        values = self._logged.epoch_values(include_open)
-        self._held.meet()
-        return {"epoch": self.engine.position.epoch + 1, "step": self.engine.position.step, **values}
+    def _check_given(self) -> None:
+        """After the first step of this attempt: raise ConfigError for a key that was set and that nothing reads."""
+        if not self._given_checked and self.engine.position.step >= self.engine.first_step:
+            self._given_checked = True
+            self.engine.check_given(self.given)
+
+    def _end_epoch(self, include_open: bool) -> None:
+        values, position = self._logged.epoch_values(include_open), self.engine.position
+        assert self._state.registered is not None
+        self._state.registered.meet()
+        self.engine.end_epoch({"epoch": position.epoch + 1, "step": position.step, **values})
+        if position.epoch == 1:
+            for line in self.given.late():
+                self.engine.progress.say(line)
 
     def _finish(self, result: Any) -> None:
         """The function has returned."""
@@ -486,7 +503,9 @@ class CustomLoop(Loop):
             raise self._misuse(problem)
         self.end_steps()
         if self.phase is Phase.AFTER_STEPS:
-            self.engine.end_epoch(self._epoch_record(include_open=True))
+            self._end_epoch(include_open=True)
+        elif self._changed_ends:  # the run was to be longer, and no step was left
+            self.engine.check_given(self.given, self._changed_ends)
         with self.engine.records_lock:
             self.engine.position.finished, self.engine.position.one_epoch = True, not self._has_epochs
             if result is not None:
@@ -494,7 +513,7 @@ class CustomLoop(Loop):
 
     def _can_leave_validation(self) -> bool:
         """Whether a run could resume from here. The answer is the same on every rank; may wait for a save."""
-        if not self._held.steps_over or not self._held.unchanged_everywhere():
+        if not self._state.steps_over or not self._state.unchanged_everywhere():
             return False
         if self.engine.rescuable:
             return True
@@ -503,7 +522,7 @@ class CustomLoop(Loop):
 
     def _restore_framework(self, framework: Framework) -> None:
         """Have the framework load what it has saved, if it has, and save from now on."""
-        if self._held.checkpoint is not None:
+        if self._state.checkpoint is not None:
             self.engine.watch.enter("starting")  # there is no telling how long it takes
             framework.load(self.engine.store.path(self.engine.position.step).absolute() / OPAQUE)
             self.engine.watch.enter("restoring")
@@ -543,8 +562,8 @@ class CustomLoop(Loop):
         self.engine.hold_shard(place)
         if place.shards > 1:
             self.engine.numerics["sharding"] = "full" if place.replicas == 1 else "hybrid"
-        if self._held.checkpoint is not None:
-            self.engine.compare_numerics(self._held.checkpoint)
+        if self._state.checkpoint is not None:
+            self.engine.compare_numerics(self._state.checkpoint)
 
     def _call_function(self) -> Any:  # the probe looks at the stack above this
         return self.function(self)
@@ -554,8 +573,8 @@ class CustomState:
     """What a checkpoint of a custom training loop holds.
 
     Until the function has registered its objects, that is nothing. From then on it is the state of these objects at the
-    end of the last step. When an epoch has no more steps, it stays the state that these steps
-    have left, until everything that follows them in the epoch is done: a resumed run does all of that again.
+    end of the last step. When an epoch has no more steps, it stays the state that these steps have left, until
+    everything that follows them in the epoch is done: a resumed run does all of that again.
     """
 
     def __init__(
@@ -616,11 +635,6 @@ class CustomState:
             return unchanged
         return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
 
-    def meet(self) -> None:
-        """See `Registered.meet`."""
-        if self.registered is not None:
-            self.registered.meet()
-
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`."""
         return self._after_steps or self._known().hold(on_host)
@@ -636,7 +650,7 @@ class CustomState:
         if self.registered is not None and self._after_steps is None:
             self.registered.sync_buffers()
             with self._update():
-                self.registered.apply_synced()
+                self.registered.buffers.commit()
                 self.registered.snapshot()
 
     def break_off(self) -> None:
@@ -691,6 +705,8 @@ class UserLoaders:
             raise ConfigError(
                 f"run.loader(batch_size={batch_size}, drop_last=True): there are only {order.samples} samples"
             )
+        if loading.workers:  # they read settings where nobody sees it: looking at one's attributes reads all of it
+            list(loop_rules.within(dataset, set()))
         world = self._group.world
         loader = StepLoader(loading, dataset, order, world.rank, world.size, self._shares)
         self.add(loader)

@@ -33,7 +33,7 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -50,18 +50,20 @@ from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
+from laststep.config.errors import ConfigError, NotFinite
+from laststep.config.reads import GivenKeys
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import Copies, HostSnapshot, Ring, StepSnapshot, open_link
 from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
+from laststep.ranks import nccl
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.replicas import Moment
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
-from laststep.ranks.world import Gathered, ShardPlace
+from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import MetricsFile
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
@@ -69,10 +71,6 @@ from laststep.rundir import RunDir
 if TYPE_CHECKING:
     from laststep.loops.learner import LateUpdate
     from laststep.loops.probe import Probe
-
-
-class NotFinite(ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and train.nonfinite=fail."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Engine:
         self.numerics = numerics | SORTED
         self._plan, self._yaml = run.plan, self.config.to_yaml()
         self.watch.follow(self.ring.passed)
-        self._first_step = 1  # the first step of this attempt, from 1
+        self.first_step = 1  # the first step of this attempt, from 1
         self.probe: Probe | None = None
         if context.probe_plan is not None:
             from laststep.loops.probe import Probe
@@ -250,7 +248,7 @@ class Engine:
         self.saves.saved = copy.copy(self.position)
         patience_s = min(START_S, self.config.launch.hang_timeout_s / 2)  # the other ranks wait
         self.metrics.begin(self.position.records, Patience(patience_s, self.progress.say))
-        self._first_step = self.position.step + 1
+        self.first_step = self.position.step + 1
         self._open_copies()
         self.restored = True
         self.startup.done("restore")
@@ -264,6 +262,15 @@ class Engine:
             patience_s = self.config.launch.hang_timeout_s / 2
             self.copies = Copies(link, self.place, self.group.device, settings.replica_every_steps, patience_s)
             self._closing.callback(self.copies.close)
+
+    def check_given(self, given: GivenKeys, among: Collection[str] = ("",)) -> None:
+        """Raise ConfigError on every rank for a key, in the sections `among`, that the user has set and that rank 0 has
+        not read: it reads what the others do, and what it logs. A collective."""
+        problem = nccl.to_tensor(str(given.problem(among) or ""), 1000).to(self.group.device)
+        self.group.broadcast([problem])
+        if text := nccl.from_tensor(problem):
+            self.spoil()  # no rescue saves what has hardly begun
+            raise ConfigError(text)
 
     # The loop, in each step
 
@@ -301,7 +308,7 @@ class Engine:
             self._request_measured()
             if not self.reads_one_step_late:
                 self._collect_measured()
-        if step == self._first_step:  # from now on the optimiser has all of its state
+        if step == self.first_step:  # from now on the optimiser has all of its state
             self.saves.prepare(self._checkpoint_state())
             self.startup.done("first step")
             self.progress.say(f"first step after {self.startup}")
@@ -311,7 +318,7 @@ class Engine:
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """End the epoch after the last finished step; `record` is its line of metrics.jsonl."""
-        self.ring.synchronize()  # no step can be rescued from now on that does not have this line
+        self.queue.synchronize()  # no step can be rescued from now on that does not have this line
         with self.records_lock:
             earlier = self.position.metrics if self.position.measured == self.position.step else {}
             self.position.end_epoch(record)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from laststep import compat
 from laststep.compat import kernels, tree_leaves, tree_map
 from laststep.config.config import Config
+from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.loops.shares import AddsShares, ShareSum, shares_of
 from laststep.ranks.group import Group, TreeHook, is_peer_loss
@@ -121,8 +123,11 @@ class Replicated(Gradients):
         self._parameters = list(model.parameters())
         self.summed = [self._loss_tap, *self._parameters]
         self.parallel = data_parallel(model, self._loss_tap, group, config.train)
-        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         self._alone = self.parallel is model
+        self._task, self._unused = config.task, None
+        if config.train.find_unused_parameters and not self._alone:
+            self._unused = UnusedParameters(self._parameters, group)  # sees a gradient before the sum takes it away
+        self.share_sum: AddsShares = ShareSum(self.summed, len(shares_of(config.train, group.world)))
         # With several ranks it lies in a bucket, which the next all-reduce overwrites, as a CUDA graph does its memory.
         self._loss_stays = self._alone and not config.train.cuda_graphs
         in_buckets = not self._alone and lays_in_buckets(config.train, group.device)
@@ -140,12 +145,25 @@ class Replicated(Gradients):
         return self.parallel.no_sync()
 
     def backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """The loss becomes the gradient of the loss tap."""
-        if not self._alone:
+        """The loss becomes the gradient of the loss tap. Raises ConfigError where DDP has not summed all gradients: the
+        update would be made with those of this rank."""
+        if isinstance(self.parallel, DistributedDataParallel):
+            if self._unused is not None:
+                self._unused.begin()
             kernels.backward(scaled, self._loss_tap, loss)
+            if self.parallel.require_backward_grad_sync:
+                if self._unused is not None:
+                    self._unused.complete()
+                if (missing := compat.missing_gradients(self.parallel)) is not None:
+                    raise ConfigError(unused(self.parallel, missing, self._task))
         else:  # the same, faster
             kernels.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
+
+    def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """With train.find_unused_parameters, learn which parameters no rank has used."""
+        if self._unused is not None:
+            self._unused.meet()
 
     def measure(self, scaler: GradScaler, optimizer: Optimizer) -> dict[str, Tensor]:
         """Reads the loss from the loss tap."""
@@ -162,6 +180,76 @@ class Replicated(Gradients):
     def end_warm_up(self) -> None:
         """The loss is in the loss tap."""
         self._loss_tap.grad = None
+        if self._unused is not None:
+            self._unused.used.clear()
+
+
+def unused(ddp: nn.Module, missing: Sequence[int], task: str) -> str:
+    """What to say of parameters without a gradient, by their numbers among those of `ddp` that are trained."""
+    trained = [name for name, parameter in ddp.named_parameters() if parameter.requires_grad]
+    names = [trained[number].removeprefix("module.model.") for number in missing if number < len(trained)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"task={task}: a step gave no gradient to {', '.join(names[:3]) + more or 'a parameter'}: with several ranks "
+        "set train.find_unused_parameters=true, or freeze in model() what is never used"
+    )
+
+
+class UnusedParameters:
+    """train.find_unused_parameters: gives DDP a gradient of zeros for each parameter that a step has not reached on
+    this rank, and takes it away again if no rank has reached it.
+
+    DDP sums a gradient once each parameter's has come. Where a rank has none for a parameter, zeros are right: the mean
+    is over all samples. Where no rank has, the gradient is None, as it is on one rank: with zeros, weight decay and
+    momentum would change a parameter that nothing uses.
+
+    DDP's option of that name is not set. It takes from the graph of the last forward pass what a backward pass will not
+    reach, so it knows neither the loss tap nor a model that is called twice, and passes gradients on before those of a
+    rank's earlier shares are added. Here the order is: the backward pass, and then one more for what it has left out.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        self.used: set[nn.Parameter] = set()  # in this step, on this rank
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._group = group
+        self._reached: set[nn.Parameter] = set()  # by the backward pass under way
+        self._nodes = []  # autograd forgets them, with their hooks, unless they are kept
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._use)
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_hook(partial(self._reach, parameter))  # DDP counts a gradient that is not defined, too
+            self._nodes.append(node)
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._reached.clear()
+
+    def complete(self) -> None:
+        """The last backward pass of the step is done: give DDP the rest."""
+        rest = [parameter for parameter in self._parameters if parameter not in self._reached]
+        if rest:
+            used = set(self.used)
+            torch.autograd.backward(rest, [torch.zeros_like(parameter) for parameter in rest])
+            self.used.clear()
+            self.used |= used
+
+    def meet(self) -> None:
+        """Let no parameter have a gradient that no rank has used in this step. A collective. Where this rank has used
+        all, it does not wait for the device."""
+        used = [parameter in self.used for parameter in self._parameters]
+        self.used.clear()
+        counts = self._group.gather(torch.tensor(used, dtype=torch.uint8, device=self._group.device))
+        if not all(used):
+            for parameter, count in zip(self._parameters, torch.stack(counts).amax(0).tolist()):
+                if not count:
+                    parameter.grad = None
+
+    def _use(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:  # autograd calls this without one, too
+            self.used.add(parameter)
+
+    def _reach(self, parameter: nn.Parameter, *_: Any) -> None:
+        self._reached.add(parameter)
 
 
 def data_parallel(model: nn.Module, loss_tap: nn.Parameter, group: Group, train: Train) -> nn.Module:

@@ -234,7 +234,7 @@ class Unregistered:
 
     def __init__(self, registered: Registered, objects: Iterable[Any]) -> None:
         self._updated = {id(parameter) for parameter in registered.parameters()}
-        has = {id(each) for each in _within(registered.objects, set(), 0)}
+        has = {id(each) for each in within(registered.objects, set())}
         kinds = tuple(NAMES)
         self._found = [weakref.ref(each) for each in objects if issubclass(type(each), kinds) and id(each) not in has]
 
@@ -265,7 +265,7 @@ class Unregistered:
         return not isinstance(each, GradScaler) or each.is_enabled()
 
 
-def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+def within(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     """The value and what it is made of: a schedule of schedules, the parts of a user's own object."""
     if id(value) in seen or depth > MOST_DEPTH or isinstance(value, (Tensor, type)):
         return
@@ -283,7 +283,7 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
             parts = [part for part in parts if not isinstance(part, Optimizer)]
     if len(parts) <= MOST_ITEMS:
         for part in parts:
-            yield from _within(part, seen, depth + 1)
+            yield from within(part, seen, depth + 1)
 
 
 OTHER_MODE = (

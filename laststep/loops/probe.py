@@ -80,15 +80,11 @@ class Probe:
         self.begin_step(position.step + 1, position.epoch + 1, position.batches + 1, batch, variables)
 
     def noting(self, shares: Iterator[Any]) -> Iterator[Any]:
-        """These shares of the batch of the step under way."""
+        """These shares of the batch of the step under way, of which it then has these parts."""
         for share in shares:
-            self.note_share(share)
+            if self._begun is not None:
+                self._begun["batch"] = digest((self._begun["batch"], share))
             yield share
-
-    def note_share(self, batch: Any) -> None:
-        """The step under way has this part of its batch."""
-        if self._begun is not None:
-            self._begun["batch"] = digest((self._begun["batch"], batch))
 
     def end_step(self, state: Any) -> None:
         """The step is done; `state` is what a checkpoint would hold now."""
@@ -204,7 +200,7 @@ class Variables:
         elif isinstance(value, FunctionType):
             if _is_users(value.__code__.co_filename):
                 self._walk_globals(value.__code__.co_names, value.__globals__)
-        elif not isinstance(value, type) and hasattr(value, "__dict__"):
+        elif not isinstance(value, type):
             self._walk_object(name, value, depth)
 
     def _walk_items(self, name: str, items: Any, depth: int) -> None:
@@ -219,7 +215,7 @@ class Variables:
         if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
             self._note(name, "value", value.state_dict())
         elif module.partition(".")[0] not in ("laststep", "torch", "torchvision", "builtins"):
-            for attribute, item in list(vars(value).items()):
+            for attribute, item in list(getattr(value, "__dict__", {}).items()):
                 self._walk(f"{name}.{attribute}", item, depth + 1)
 
     def _note(self, name: str, kind: str, value: Any) -> None:

@@ -91,11 +91,12 @@ class Registered:
             name
             for name, registered in self.objects.items()
             if isinstance(registered, Optimizer)
-            and any(p.requires_grad and id(p) not in averaged for g in registered.param_groups for p in g["params"])
+            and any(p.requires_grad and id(p) not in averaged for p in _parameters(registered))
         ]
 
     def sync_buffers(self) -> None:
-        """Receive rank 0's buffers, and its row of the values that the step has logged. A collective."""
+        """Receive rank 0's buffers, and its row of the values that the step has logged, for `buffers.commit`. A
+        collective."""
         self.buffers.broadcast()
         self.meet()
 
@@ -104,10 +105,6 @@ class Registered:
         together: one that begins its update knows that the others have all of their gradients. A collective."""
         if self.place.shards > 1:
             self._group.gather(self._present)
-
-    def apply_synced(self) -> None:
-        """Put in place what `sync_buffers` received."""
-        self.buffers.commit()
 
     def snapshot(self) -> None:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
@@ -133,7 +130,7 @@ class Registered:
 
     def parameters(self) -> list[Tensor]:
         """What the optimizers update."""
-        return [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+        return [parameter for each in self.optimizers for parameter in _parameters(each)]
 
     def has_skipped(self) -> bool:
         """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
@@ -203,8 +200,8 @@ class Registered:
                 live[name] = now[name]
             elif isinstance(registered, Optimizer) and loads_in_place(registered):
                 live[name] = live_state(registered)
-            elif name in self._copied_sharded:
-                live[name] = likes_of(now[name])
+            elif name in self._copied_sharded:  # what is loaded will be sharded alike
+                live[name] = map_tensors(now[name], lambda t: Like(t) if shard_count(t) else None)  # type: ignore[arg-type,return-value]
         return live
 
     def _copy(self, name: str) -> Any:
@@ -417,11 +414,6 @@ def live_state(optimizer: Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     likes = {n: Like(each) for n, each in enumerate(_parameters(optimizer)) if shard_count(each)}
     return {**state, "state": {**likes, **state["state"]}} if likes else state
-
-
-def likes_of(state: Any) -> Any:
-    """A `Like` for each sharded tensor in a state, and nothing for the others: what is loaded will be sharded alike."""
-    return map_tensors(state, lambda tensor: Like(tensor) if shard_count(tensor) else None)  # type: ignore[arg-type,return-value]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from laststep import script
-from laststep.config.args import checked_args, free_args
+from laststep.config.args import user_args
 from laststep.config.checks import check_no_sharding
-from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
+from laststep.records.plan import read_given
 from laststep.task import args_parameter
 
 
@@ -77,7 +78,9 @@ class Run:
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.device = loop.group.device
-        self.config = loop.config
+        self.config = loop.given.reads.watch(loop.config)
+        if loop.engine.probe is not None:
+            loop.engine.probe.variables.leave_out(args)
         self.name, self.folder = loop.run_dir.name, loop.run_dir.path
 
     @property
@@ -228,16 +231,15 @@ def make_script_loop(context: AttemptContext) -> CustomLoop:
     """The loop around a script."""
     words, name = context.config.script, script.name_of(context.config.script)
 
-    def call(loop: CustomLoop) -> None:
-        script.joined = Run(loop, free_args({}))
+    def call(run: Run) -> None:
         try:
             script.run_as_main(words)
         except SystemExit as error:
-            if loop.phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
+            if loop_of(run).phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
                 raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None
             raise
 
-    return CustomLoop(call, context)
+    return _make_loop(call, context, None, None)
 
 
 class Sized(Iterator[Any]):
@@ -262,35 +264,35 @@ def loop_of(run: Run) -> CustomLoop:
     return run._loop
 
 
-def called_with_run(function: Callable[..., Any], config: Config) -> Callable[[CustomLoop], Any]:
-    """The function, called with a Run and, if it takes them, with the args. Raises ConfigError for args that do not fit
-    it."""
-    args, takes_args = user_args(function, config.args)
-
-    def call(loop: CustomLoop) -> Any:
-        script.joined = run = Run(loop, args)
-        return function(run, *([args] if takes_args else []))
-
-    return call
-
-
 def make_custom_loop(function: Callable[..., Any], context: AttemptContext) -> CustomLoop:
-    """The loop around a function that has its own training loop. Raises ConfigError as `called_with_run` does."""
+    """The loop around a function that has its own training loop: called with a Run and, if it takes them, with the
+    args. Raises ConfigError for args that do not fit it."""
     check_no_sharding(context.config)
-    return CustomLoop(called_with_run(function, context.config), context)
+    takes_args = args_parameter(function) is not None
+    call = (lambda run: function(run, run.args)) if takes_args else function
+    return _make_loop(call, context, getattr(function, "reads", None), settings_of(function))
 
 
-def user_args(function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The settings for this function, and whether it takes them as its second argument.
+def _make_loop(
+    call: Callable[[Run], Any], context: AttemptContext, reads: Iterable[str] | None, settings: type | None
+) -> CustomLoop:
+    config = context.config
+    reads_late = declared(reads, settings)
+    given = GivenKeys(config.task, read_given(context.run.given), for_a_function(config), reads_late)
+    args = user_args(settings, config.args, given.reads.keys)
 
-    They are an instance of the dataclass with which that argument is annotated, if it is, else a FreeArgs. Raises
-    ConfigError for settings that do not fit the dataclass.
-    """
+    def begin(loop: CustomLoop) -> Any:
+        script.joined = run = Run(loop, args)
+        return call(run)
+
+    return CustomLoop(begin, context, given)
+
+
+def settings_of(function: Callable[..., Any]) -> type | None:
+    """The dataclass with which the second parameter of this function, `args`, is annotated; None if it is not."""
     parameter = args_parameter(function)
     annotation = None if parameter is None else _resolved(function, parameter)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return checked_args(annotation, given), True
-    return free_args(given), parameter is not None
+    return annotation if isinstance(annotation, type) and dataclasses.is_dataclass(annotation) else None
 
 
 def _resolved(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:

@@ -73,7 +73,10 @@ class PartialSums:
         while share >> level & 1:  # the bits of the counter that are carried
             earlier = self._levels[level].pop(parameter, None)
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+                # Without a gradient here, other ranks may have added zeros: a zero may have changed its sign.
+                parameter.grad = earlier.add_(0.0) if parameter.grad is None else parameter.grad.add_(earlier)
+            elif parameter.grad is not None:
+                parameter.grad.add_(0.0)
             level += 1
         if level < len(self._levels) and parameter.grad is not None:
             self._levels[level][parameter] = parameter.grad

@@ -40,8 +40,8 @@ from laststep.ranks.device import DeviceQueue, is_due_to_capture
 from laststep.ranks.fault import DeviceSilent
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
-from laststep.ranks.replicas import Copy, Moment, ReplicaLink, keeper_of
-from laststep.ranks.world import ShardPlace
+from laststep.ranks.replicas import Copy, ReplicaLink, keeper_of
+from laststep.ranks.world import Moment, ShardPlace
 from laststep.say import say
 
 SLOTS = 3
@@ -151,10 +151,6 @@ class Ring(Generic[Held]):
         self._waits = True
         yield  # a thread that has failed does not train on, and counts as one that waits
         self._waits = False
-
-    def synchronize(self) -> None:
-        """Wait until the device has done everything that is queued."""
-        self._queue.synchronize()
 
     def _await_end(self, slot: _Slot[Held]) -> None:
         slot.end.synchronize()

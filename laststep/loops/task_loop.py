@@ -24,15 +24,15 @@ from laststep.checkpoint.export import Weights
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
-from laststep.config.config import Config, ends_elsewhere
-from laststep.config.errors import ConfigError
+from laststep.config.config import Config, changed_ends
+from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
-from laststep.config.reads import FOR_A_TASK, GivenKeys
+from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
-from laststep.loops.engine import AttemptContext, Engine, Loop, NotFinite
+from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.initial_weights import fit, read_initial_weights
 from laststep.loops.learner import VAL, LateUpdate, Learner
 from laststep.loops.measured import as_numbers, finite
@@ -63,7 +63,7 @@ class TaskLoop(Loop):
 
         engine.watch.enter("preparing data")
         self.initial_weights, self.data_record = context.run.initial_weights, context.run.data
-        self._given = GivenKeys(config.task, read_given(context.run.given), read_for(task))
+        self._given = given_keys(task, config, read_given(context.run.given))
         self.task = make_task(task, self._given.reads.watch(config))
         self._derives = task.derived is not Task.derived
         self._has_hook = task.on_epoch_end is not Task.on_epoch_end
@@ -72,7 +72,8 @@ class TaskLoop(Loop):
         datasets = open_datasets(config, self.task, group)
         self.train_set, self._val_sets = datasets.train, datasets.val
         train = config.train
-        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, train.epoch_samples)
+        parts = (train.epoch_samples, train.overfit_batches)
+        self.order = Order.of(datasets.train_samples, train.batch_size, config.seed, *parts)
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
@@ -138,7 +139,7 @@ class TaskLoop(Loop):
         else:
             for step in (0, self.total_steps // 2, self.total_steps - 1):
                 self.learner.rates.at(step)
-        self._given.check()
+        self.engine.check_given(self._given)
 
     def _check_data(self, begins: bool) -> None:
         """Record what the run begins with, or raise ConfigError if these are not the data that it began with."""
@@ -152,7 +153,7 @@ class TaskLoop(Loop):
         """The run may end later than when the checkpoint was saved, with the configuration `before`, in YAML. An end
         within an epoch has closed that epoch, which is now continued. Raises ConfigError for an earlier end."""
         position, total = self.engine.position, self.total_steps
-        if before and ends_elsewhere(Config.parse(before), self.config):
+        if before and changed_ends(Config.parse(before), self.config):
             position.finished = False
         done = position.step % self.order.steps_per_epoch
         if position.step > total:
@@ -414,9 +415,9 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
 SETS = {"train": "training set", VAL: "validation set"}
 
 
-def read_for(task: type[Task]) -> list[str]:
-    """The keys and sections that Laststep reads for a Task, and those that it has declared: it may read them late."""
-    return [*FOR_A_TASK, *(name if "." in name else f"{name}." for name in task.reads or ())]
+def given_keys(task: type[Task], config: Config, given: Sequence[str]) -> GivenKeys:
+    """Whether a Task reads the keys that the user has set."""
+    return GivenKeys(config.task, given, FOR_A_TASK, declared(task.reads, task.settings))
 
 
 def named(config: Config) -> str:
@@ -519,13 +520,14 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
     group = join(config, world, run.meeting("evaluate"), config.launch.hang_timeout_s)
     if group.device.type == "cpu":
         torch.set_num_threads(int(weights.manifest.numerics.get("threads", torch.get_num_threads())))
-    keys = GivenKeys(config.task, given, read_for(task_class))
+    keys = given_keys(task_class, config, given)
     task = make_task(task_class, keys.reads.watch(config))
     datasets = open_datasets(config, task, group)
     learner = Learner(config, task, group, total_steps=1)
     loading = make_loading(config, task, group)
     learner.warm_up(loading.warm_up_batch(datasets.train, config.seed, WARM_UP_SAMPLES))
-    keys.check()
+    if problem := keys.problem():
+        raise problem
     fitted = fit(learner.model.state_dict(), weights.tensors, run.name)
     if fitted.classes is not None:
         there, here = fitted.classes

@@ -146,7 +146,7 @@ def _varied(run: RunDir) -> dict[str, Any]:
     if (sweep := run.sweep_folder) is None:
         return {}
     lines = (line for line in read_lines(sweep.sweep) if line["run"] == run.name)
-    return {key: value for key, value in next(lines, {}).items() if key != "run"}
+    return {key: value for key, value in next(lines, {}).items() if key not in ("run", "typed")}
 
 
 def _start(varied: Mapping[str, Any], at: float) -> bytes:

@@ -34,6 +34,7 @@ from laststep.say import counted
 Train = Callable[[Config, RunDir], str | None]
 Verdict = Literal["exact", "not exact", "not deterministic", "failed"]
 LEAST_STEPS = 4
+SMOKE_STEPS = 4
 UNDISTURBED, AGAIN, DISTURBED = "undisturbed", "again", "disturbed"
 
 
@@ -99,6 +100,17 @@ class Prover:
         except _ScriptFailed as error:
             proof.verdict, proof.error = "failed", str(error)
         return proof
+
+    def smoke(self) -> None:
+        """Only see whether all of it works: stop a run in its second step, resume it and end it, by itself where it is
+        no longer than `SMOKE_STEPS`. Raises ConfigError as `prove` does."""
+        self._steps = SMOKE_STEPS + 1  # a run that ends by itself validates after its last step
+        try:
+            self._attempt(DISTURBED, Place(Strike(STOP, 0, 2), WITHIN))
+            if not self.proof.attempts[0].finished:
+                self._attempt(DISTURBED, None)
+        except _ScriptFailed as error:
+            self.proof.verdict, self.proof.error = "failed", str(error)
 
     def _undisturbed(self, name: str) -> Probed:
         """Train without a strike, and check what can be checked by that alone."""

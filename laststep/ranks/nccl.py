@@ -189,9 +189,9 @@ def combined(texts: Sequence[str], nodes: int) -> str:
     return f"{min(map(int, channels))} channels over {' and '.join(links)}, {digest}"
 
 
-def to_tensor(text: str) -> Tensor:
-    """The text in a tensor whose size is the same on every rank."""
-    return torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8)
+def to_tensor(text: str, size: int = TEXT_BYTES) -> Tensor:
+    """The text in a tensor whose size is the same on every rank, in bytes."""
+    return torch.tensor(list(text.encode()[:size].ljust(size)), dtype=torch.uint8)
 
 
 def from_tensor(tensor: Tensor) -> str:

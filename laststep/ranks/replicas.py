@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from laststep.ranks.meeting import SealedStore, interfaces
 from laststep.ranks.seal import Seal
-from laststep.ranks.world import World, hostname
+from laststep.ranks.world import Moment, World, hostname
 from laststep.say import say
 
 CONNECT_S = 30.0
@@ -30,7 +30,6 @@ CLOSE_S = 2.0
 PIECE = 16 << 20  # bytes received by one call
 BUFFER = 4 << 20  # of a socket, in bytes
 
-Moment = tuple[int, int, bool, bool]  # see `Position.moment`
 _HEADER = struct.Struct("!qq??Q")  # the moment, and the number of bytes that follow
 _TRAILER = struct.Struct("!QQ")  # the number of the copy on this connection, from 1, and of the bytes that it had
 _ANSWER = struct.Struct("!q")  # the step

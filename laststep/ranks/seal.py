@@ -53,7 +53,7 @@ class Seal:
         if self._unsaid.acquire(blocking=False):
             say(
                 f"WARNING: ignored a message that no rank of this attempt has signed ({key}), and will ignore others "
-                "silently: another program reaches this run; see docs/security.md"
+                "silently: another program reaches this run"
             )
         return None
 

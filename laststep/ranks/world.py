@@ -90,6 +90,9 @@ class ShardPlace(NamedTuple):
         return replica * self.shards + shard
 
 
+Moment = tuple[int, int, bool, bool]  # of a run, see `Position.moment`; a later one is larger
+
+
 class Gathered(NamedTuple):
     """What all ranks have told each other at the end of a step: with it, a rank that has its gradients can update."""
 

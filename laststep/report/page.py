@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from laststep.config.ranking import Ranking
 from laststep.config.schema import READY_MADE
 from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord
@@ -49,6 +51,7 @@ SHAPES = (
 # The classes of page.css, which the timeline uses too.
 CLASS = {"training": "running", "queue": "queued", "restarts": "restarting", "lost steps": "lost", "saves": "saving"}
 HEIGHT_PX = 14
+SIDE_BY_SIDE = 4  # runs; more of them are rows of a table
 
 
 class Fact(NamedTuple):
@@ -117,17 +120,23 @@ class Run:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report of these runs."""
-    title = ", ".join(run.name for run in runs)
-    one = len(runs) == 1
-    head = _head(runs[0]) if one else _comparison(runs)
-    attempts = "".join(_attempts(run, "" if one else run.name) for run in runs)
+    """The report of these runs: one, a few as columns side by side, or many as the rows of a table, best first."""
+    one, many = len(runs) == 1, len(runs) > SIDE_BY_SIDE
+    if many:
+        ranking = Ranking.parse(str(runs[0].config["checkpoint.best_by"]))
+        runs = sorted(runs, key=lambda run: _rank(ranking.badness(run.curves.final)))
+        head = _ranked(runs, ranking)
+    else:
+        head = _head(runs[0]) if one else _comparison(runs)
+    title, wide = ", ".join(run.name for run in runs), ' class="many"' * many
+    attempts = "<h2>Attempts</h2>\n" * many
+    attempts += "".join(_folded(run) if many else _attempts(run, "" if one else run.name) for run in runs)
     more = _starts(runs[0]) + _yaml(runs[0]) if one else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n{SHAPES}\n"
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body{wide}>\n{SHAPES}\n"
         f"<header>{head}</header>\n<main>\n{_figures(runs)}{attempts}{more}</main>\n"
         f"<footer>Laststep, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}; times are local.</footer>\n</body>\n</html>\n"
     )
@@ -159,16 +168,10 @@ def _comparison(runs: Sequence[Run]) -> str:
     rows: dict[str, list[str]] = {"state": [_state(run) for run in runs]}
     for name in dict.fromkeys(name for run in runs for name in run.facts):
         rows[name] = [run.facts.get(name, Fact("-")).html for run in runs]
-    for key in dict.fromkeys(key for run in runs for key in run.config):
-        values = [str(run.config.get(key)) for run in runs]
-        if key == "optim.lr" or (len(set(values)) > 1 and key not in RUN_KEYS):
-            rows[key] = [escape(value) for value in values]
+    rows |= {key: [escape(value) for value in values] for key, values in _settings(runs, "optim.lr").items()}
     rows["command"] = [f"<code>{_command(run.submissions[0])}</code>" if run.submissions else "-" for run in runs]
     rows["commit"] = [escape(", ".join(_commits(run.submissions)) or "-") for run in runs]
-    head = "".join(
-        f'<th class="{colour(number)}"><svg><use href="#swatch"/></svg>{escape(run.name)}</th>'
-        for number, run in enumerate(runs)
-    )
+    head = "".join(_name(number, run, "col") for number, run in enumerate(runs))
     lines = (
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{value}</td>" for value in row)}</tr>\n'
         for name, row in rows.items()
@@ -178,6 +181,70 @@ def _comparison(runs: Sequence[Run]) -> str:
         f'<div class="wide runs"><table><thead><tr><th></th>{head}</tr></thead>\n'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _ranked(runs: Sequence[Run], ranking: Ranking) -> str:
+    """A table with a row per run, and what the runs have in common once."""
+    facts = [run.facts for run in runs]
+    names = list(dict.fromkeys(name for each in facts for name in each))
+    best, settings = _label(ranking.metric), _settings(runs)
+    results = sorted((name for name in runs[0]._results if name != best), key=names.index)
+    columns: dict[str, list[str]] = {"state": [_state(run) for run in runs]}
+    columns |= {
+        escape(key).replace(".", ".<wbr/>"): [escape(value) for value in values] for key, values in settings.items()
+    }
+    for name in [*([best] if best in names else []), *results, *(n for n in names if n != best and n not in results)]:
+        column = [each.get(name, Fact("-")) for each in facts]
+        of = {fact.of for fact in column if fact.text != "-"}
+        if len(of) == 1:  # said once, in the title
+            columns[Fact(name, of.pop()).html] = [escape(fact.text) for fact in column]
+        else:
+            columns[escape(name)] = [fact.html for fact in column]
+    commits = [", ".join(_commits(run.submissions)) or "-" for run in runs]
+    if len(set(commits)) > 1:
+        columns["commit"] = [escape(each) for each in commits]
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    lines = (
+        f"<tr>{_name(number, run, 'row')}{''.join(f'<td>{column[number]}</td>' for column in columns.values())}</tr>\n"
+        for number, run in enumerate(runs)
+    )
+    typed = dict.fromkeys(_command(run.submissions[0]) for run in runs if run.submissions)
+    commands = "".join(f"<p><code>{command}</code></p>\n" for command in typed)
+    if len(typed) > 1:
+        commands = f"<details><summary>{counted(len(typed), 'command')}</summary>{commands}</details>\n"
+    common = "" if len(set(commits)) > 1 or commits[0] == "-" else f"; commit {escape(commits[0])}"
+    return (
+        f'<h1>{counted(len(runs), "run")}</h1>\n<p class="sub">sorted by the {escape(str(ranking))}{common}</p>\n'
+        f'{commands}<div class="wide runs ranked"><table><thead><tr><th>run</th>{head}</tr></thead>\n'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _rank(badness: float) -> tuple[bool, float]:
+    """The key to sort by: runs without a result last."""
+    return (True, 0.0) if math.isnan(badness) else (False, badness)
+
+
+def _settings(runs: Sequence[Run], *always: str) -> dict[str, list[str]]:
+    """The keys in which the runs differ, and those of `always`, with the value of each run."""
+    found = {}
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        values = [str(run.config.get(key)) for run in runs]
+        if key in always or (len(set(values)) > 1 and key not in RUN_KEYS):
+            found[key] = values
+    return found
+
+
+def _name(number: int, run: Run, scope: str) -> str:
+    """The head of a run's column or row, with the colour of its curves."""
+    swatch = '<svg><use href="#swatch"/></svg>'
+    return f'<th scope="{scope}" class="{colour(number)}">{swatch}{escape(run.name)}</th>'
+
+
+def _folded(run: Run) -> str:
+    """The attempts of one of many runs, behind a line."""
+    count = counted(len(run.records), "attempt")
+    return f'<details class="fold"><summary>{escape(run.name)}: {count}</summary>{_attempts(run, run.name)}</details>\n'
 
 
 def _figures(runs: Sequence[Run]) -> str:

@@ -43,6 +43,7 @@ LATER_KEYS = (
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
     *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs", "train.sanity", "script"),
+    *("train.overfit_batches", "train.find_unused_parameters"),
 )
 # Keys whose default has changed since the first version, with the former one.
 FORMER_DEFAULTS = {"train.deterministic": False}

@@ -194,12 +194,17 @@ def jobs_of(run: RunDir) -> list[str]:
     return list(dict.fromkeys(known))
 
 
+def had_no_job(run: RunDir) -> bool:
+    """Whether Slurm has never had a job of this run: it trains on this machine, if at all."""
+    return not any(map(is_job_id, jobs_of(run))) and not open_intents(run.submissions)
+
+
 def jobs_in_queue(run: RunDir, without_slurm: bool = False) -> list[str]:
     """The ids of the run's jobs that wait or run. Raises ConfigError in doubt.
 
     If squeue fails: none if `without_slurm`, else raises ConfigError.
     """
-    if not any(map(is_job_id, jobs_of(run))) and not open_intents(run.submissions):
+    if had_no_job(run):
         return []
     queue = Queue.ask([run])
     if queue.jobs is None and without_slurm:

@@ -296,7 +296,7 @@ def run_debug(config: Config) -> int:
     run_folders.record_submission(run, detect_world().job_id)
     os.chdir(folder)
     sys.path.append(str(folder))
-    user_error.main_is_ours = True
+    user_error.main_is_ours = user_error.is_debugged = True
     try:
         Trainer(config)()
     except ONE_LINE:

@@ -11,9 +11,14 @@ from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import Launch
 from laststep.ranks.slurm import SlurmError, check_conf, is_silent, show_partitions
+from laststep.runs.run_folders import PROJECT
 from laststep.say import counted
 
-WITHOUT_SLURM = "add --local to train here, or try a throwaway Slurm with `make slurm`"
+
+def without_slurm() -> str:
+    """What to do instead: a clone's Makefile has a Slurm to try, and nothing else does."""
+    in_clone = Path.cwd() == PROJECT and (PROJECT / "Makefile").exists()
+    return "add --local to train here" + (", or try a throwaway Slurm with `make slurm`" if in_clone else "")
 
 
 def check(config: Config, machine: Machine) -> None:
@@ -32,7 +37,7 @@ def check(config: Config, machine: Machine) -> None:
 def check_slurm() -> None:
     """Check that Slurm's commands are here, find their configuration, and get an answer. Raises ConfigError."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise ConfigError(f"no Slurm on this machine (sbatch not found): {WITHOUT_SLURM}")
+        raise ConfigError(f"no Slurm on this machine (sbatch not found): {without_slurm()}")
     try:
         check_conf()
     except SlurmError as error:

@@ -387,7 +387,7 @@ def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -
         reason = _sbatch_message(error)
         if any(text in reason for text in ("connect failure", "configuration source")):
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
-            raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.WITHOUT_SLURM}") from None
+            raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.without_slurm()}") from None
         if isinstance(error, FailedSubmissionError) or UNCLEAR.search(str(error).strip()):
             raise NoAnswer(f"sbatch has not answered ({reason})") from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None

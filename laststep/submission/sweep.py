@@ -1,4 +1,4 @@
-"""A sweep: many runs that differ in a few keys, as one Slurm array.
+"""A sweep: many runs that differ in a few keys, as one Slurm array, or one after another on this machine.
 
 runs/NAME/                   logs and code, which its runs share, and sweep.jsonl: each run with its varied keys
 runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
@@ -12,7 +12,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +29,21 @@ from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.queue import Queue
 from laststep.runs.run_folders import only_owner_writes
-from laststep.runs.run_status import statuses_of
+from laststep.runs.run_status import had_no_job, statuses_of
+from laststep.say import counted
 from laststep.submission import submission
 from laststep.submission.submission import NAME_CHECKS, ReadyRun
 
 MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-Change = dict[str, Any]  # values by dotted key
+
+
+class Change(dict[str, Any]):
+    """What sets one run of a sweep apart: values by dotted key."""
+
+    def __init__(self, values: Mapping[str, Any], typed: Mapping[str, str] = {}) -> None:
+        super().__init__(values)
+        self.typed = {key: typed.get(key, str(value)) for key, value in values.items()}  # as the user wrote them: 1e9
 
 
 def combinations(words: Iterable[str]) -> list[Change]:
@@ -42,11 +51,20 @@ def combinations(words: Iterable[str]) -> list[Change]:
     choices = []
     for word in words:
         key, _, text = word.partition("=")
-        choices.append([f"{key}={value}" for piece in _split(text) for value in _range(word, piece)])
+        choices.append([(key, str(value)) for piece in _split(text) for value in _range(word, piece)])
     if (count := math.prod(map(len, choices))) > MOST_RUNS:
         raise ConfigError(f"{count} combinations: a sweep has at most {MOST_RUNS}")
-    parsed = [[parse_override(word) for word in values] for values in choices]
-    return [{key: value for change in chosen for key, value in change.items()} for chosen in itertools.product(*parsed)]
+    parsed = [[_parsed(key, text) for key, text in texts] for texts in choices]
+    return [
+        Change({k: v for one in chosen for k, v in one.items()}, {k: v for one in chosen for k, v in one.typed.items()})
+        for chosen in itertools.product(*parsed)
+    ]
+
+
+def _parsed(key: str, text: str) -> Change:
+    """The change that one `key=value` word makes. Raises ConfigError."""
+    values = parse_override(f"{key}={text}")
+    return Change(values, {} if isinstance(values.get(key), str) else {key: text})  # text may stand in quotes
 
 
 def has_several_values(word: str) -> bool:
@@ -55,7 +73,7 @@ def has_several_values(word: str) -> bool:
     return len(_split(text)) > 1 or RANGE.fullmatch(text) is not None
 
 
-def name_of(sweep: str, change: Mapping[str, Any]) -> str:
+def name_of(sweep: str, change: Mapping[str, object]) -> str:
     """The run's name: the sweep's, followed by the varied keys and their values, as in scan-lr_0.1-seed_3."""
     values = {key: re.sub(r"[^A-Za-z0-9.+-]+", "_", str(value)).strip("_") for key, value in change.items()}
     return "-".join([sweep, *(f"{short}_{values[key]}" for key, short in short_names(change).items())])[:200]
@@ -81,15 +99,24 @@ def plan(config: Config, changes: Sequence[Change]) -> dict[str, tuple[Config, s
     sweep = RunDir(Path(config.launch.root) / str(config.launch.name))
     if sweep.config.exists():
         raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
-    names = [name_of(sweep.name, change) for change in changes]
+    names = [_name(sweep, change) for change in changes]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{duplicate}: two combinations would have this name; leave one out")
+    values = [json.dumps(change) for change in changes]
+    if same := next((i for i, value in enumerate(values) if values.index(value) < i), None):
+        raise ConfigError(f"{names[same]}: has the values of {names[values.index(values[same])]}; leave one out")
     changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
     planned = dict(zip(names, variants(config, changed)))
     for varied, _ in planned.values():
         for check in NAME_CHECKS:
             check(varied, Machine(Way.SLURM))
     return planned
+
+
+def _name(sweep: RunDir, change: Change) -> str:
+    """The name of a run, with the values as they were typed; as they were parsed where an older Laststep made it so."""
+    older = name_of(sweep.name, change)
+    return older if (sweep.path.parent / older).exists() else name_of(sweep.name, change.typed)
 
 
 def submit_missing(
@@ -102,11 +129,7 @@ def submit_missing(
     planned = plan(config, changes)
     root, names = Path(config.launch.root), list(planned)
     sweep = RunDir(root / str(config.launch.name))
-    wanted = [RunDir(root / name) for name in names]
-    existing = [run.name for run in wanted if run.config.exists()]
-    for name in existing:
-        planned[name] = _same(RunDir(root / name), *planned[name])
-    missing = _missing(wanted)
+    existing, missing = _existing_and_missing(root, planned)
     if not missing:
         return Submitted(None, [], len(names))
     sweep_is_new = not sweep.path.exists()
@@ -133,18 +156,68 @@ def submit_missing(
     return Submitted(jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names))
 
 
+def run_here(
+    config: Config, changes: Sequence[Change], given: Sequence[str], start: Callable[[Config, RunDir], int]
+) -> int:
+    """Run the missing runs of the sweep one after another, each by `start`; returns the exit status.
+
+    A run that fails does not end the sweep; one that is stopped does. The same command again continues both. Raises
+    ConfigError before anything starts.
+    """
+    planned = plan(config, changes)
+    root, typed = Path(config.launch.root), dict(zip(planned, changes))
+    sweep = RunDir(root / str(config.launch.name))
+    existing, missing = _existing_and_missing(root, planned)
+    print(
+        f"sweep  {sweep.name}: {counted(len(planned), 'run')}, {len(missing)} to do, one after another on this machine"
+    )
+    if not missing:
+        return 0
+    print("       Ctrl-C saves the present run and ends the sweep; the next run follows one that fails", flush=True)
+    failed: list[str] = []
+    for number, run in enumerate(missing, 1):
+        print(f"\n{number}/{len(missing)}", flush=True)
+        one, text = planned[run.name]
+        with only_owner_writes():
+            sweep.logs.mkdir(parents=True, exist_ok=True)
+            if run.name not in existing:
+                _make(run, sweep, text, given)
+            _list_runs(sweep, {run.name: typed[run.name]})
+        with run_folders.reconfigured(run, one):
+            status = start(one, run)
+        if status > 128:
+            left = counted(len(missing) - number + 1, "run")
+            print(f"[laststep] {left} of sweep {sweep.name} left; to continue, type it again with --name {sweep.name}")
+            return status
+        failed += [run.name] * (status != 0)
+    done = len(missing) - len(failed)
+    print(f"\nsweep  {sweep.name}: {done} finished{f', {len(failed)} failed: ' if failed else ''}{', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _existing_and_missing(root: Path, planned: dict[str, tuple[Config, str]]) -> tuple[list[str], list[RunDir]]:
+    """The names of the planned runs that exist, whose configuration becomes that in `planned`, and the runs to start.
+    Raises ConfigError."""
+    wanted = [RunDir(root / name) for name in planned]
+    existing = [run.name for run in wanted if run.config.exists()]
+    for name in existing:
+        planned[name] = _same(RunDir(root / name), *planned[name])
+    return existing, _missing(wanted)
+
+
 def _list_runs(sweep: RunDir, changes: Mapping[str, Change]) -> None:
     """Add the runs that sweep.jsonl lacks. Raises OSError."""
     known = {line["run"] for line in read_lines(sweep.sweep)}
     for name, change in changes.items():
         if name not in known:
-            append_line(sweep.sweep, json.dumps({"run": name, **change}))
+            typed = {key: text for key, text in change.typed.items() if text != str(change[key])}
+            append_line(sweep.sweep, json.dumps({"run": name, **change, **({"typed": typed} if typed else {})}))
 
 
 def members(sweep: RunDir) -> dict[str, Change]:
     """The varied keys and values of each run of a sweep, by the run's name. Raises ConfigError if there is no such
     sweep."""
-    found = {line.pop("run"): line for line in read_lines(sweep.sweep)}
+    found = {line.pop("run"): Change(line, line.pop("typed", {})) for line in read_lines(sweep.sweep)}
     if not found:
         raise ConfigError(f"--sweep {sweep.name}: no such sweep in {sweep.path.parent}/")
     return found
@@ -154,7 +227,7 @@ def _missing(wanted: Sequence[RunDir]) -> list[RunDir]:
     """The runs to submit. Raises ConfigError when Slurm must be asked and does not answer."""
     if not any(run.submissions.exists() for run in wanted):
         return list(wanted)
-    queue = Queue.ask(wanted)
+    queue = Queue(time.time(), {}) if all(map(had_no_job, wanted)) else Queue.ask(wanted)
     if queue.jobs is None:
         raise ConfigError(f"{queue.problem}, so it is unknown which runs are missing; try again")
     statuses = zip(wanted, statuses_of(wanted, queue))

@@ -174,6 +174,7 @@ def test_a_step_that_is_not_finite_fails_the_run(tmp_path: Path, before: Callabl
     (record,) = read_lines(attempt.run.attempts)
     assert record["reason"] == "failed" and record["requeue"] is False
     assert "step 5: the loss is not finite; train.nonfinite=skip would leave such steps out" in record["error"]
+    assert "Traceback" not in record["error"], "one line says it all"
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [2, 4]
 
 

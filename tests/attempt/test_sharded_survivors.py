@@ -19,9 +19,8 @@ from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, H
 from laststep.checkpoint import files
 from laststep.ranks import disk
 from laststep.ranks.fault import Fault
-from laststep.ranks.replicas import Moment
 from laststep.ranks.seal import Seal
-from laststep.ranks.world import Gathered
+from laststep.ranks.world import Gathered, Moment
 
 BYTES = 4096
 SEAL = Seal()

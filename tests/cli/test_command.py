@@ -142,10 +142,14 @@ def test_wrong_input_of_the_script(words: list[str], here: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--follow"]], ids=["submit", "follow"])
-def test_no_slurm(words: list[str], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A newcomer without a cluster is shown two ways to continue."""
+def test_no_slurm(
+    words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A newcomer without a cluster is shown how to continue; in a clone there are two ways."""
     says = refusal(words, capfd, here)
-    assert "no Slurm on this machine" in says and "--local" in says and "`make slurm`" in says
+    assert "no Slurm on this machine" in says and says.endswith(": add --local to train here")
+    monkeypatch.chdir(PROJECT)
+    assert "--local" in (says := refusal(words, capfd, here)) and "`make slurm`" in says
 
 
 def test_run_exists(here: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.runs import run_folders
+from laststep.say import command
 from tests.support.commands import files, refusal
 from tests.support.ranks import reasons, train
 
@@ -37,7 +38,7 @@ def test_writes_a_project(
     (here / "configs").unlink()
     assert main(["init", *words]) == 0
     wrote = "".join(f"wrote  {Path(folder) / name}\n" for name in FILES)
-    assert capfd.readouterr() == (f"{wrote}{goes_there}next   laststep --local\n", "")
+    assert capfd.readouterr() == (f"{wrote}{goes_there}next   {command('--local', bool(goes_there))}\n", "")
     assert [name for name in files(here / folder) if (here / folder / name).is_file()] == sorted(FILES)
     for name in FILES:
         copy = here / folder / name

@@ -84,6 +84,18 @@ def test_selected_lines(words: list[str], shown: list[int], run: RunDir, capsys:
     assert capsys.readouterr().out.splitlines() == [f"  0 | {LOG[number]}" for number in shown]
 
 
+def test_that_each_rank_begins_is_said_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """With 256 ranks, 256 such lines stand before the first step. A rank's own log has its own; --all has all."""
+    others = HEAD.replace("rank 0", "rank 1")
+    writes(run, 0, HEAD, "[laststep 10:00:05] step 1/9")
+    writes(run, 1, others)
+    shown = []
+    for words in ([], ["--rank", "1"], ["--all"], ["--grep", "begins"]):
+        assert main(["logs", "first", *words]) == 0
+        shown.append(capsys.readouterr().out.count("attempt begins"))
+    assert shown == [1, 1, 2, 2]
+
+
 def test_how_long_ago(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """The last minutes are what one asks for most often."""
     for name, minutes in (("old", 20), ("new", 5)):
@@ -126,6 +138,9 @@ def test_the_end_of_a_long_log(run: RunDir, capsys: pytest.CaptureFixture[str]) 
         (["--grep", "("], "--grep: (: not a regular expression: missing ), unterminated subpattern at position 0"),
         (["-n", "-3"], "-3: must be a number of lines"),
         (["-n", "x"], "x: must be a number of lines, such as 20"),
+        (["--traceback"], "--traceback: first: no attempt has recorded an error; `"),
+        (["--traceback", "--attempt", "3"], "--traceback: first: attempt 3 has recorded no error; `"),
+        (["--traceback", "--rank", "0"], "--traceback: prints what is recorded, not the logs: only --attempt goes"),
     ],
 )
 def test_wrong_words(words: list[str], said: str, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

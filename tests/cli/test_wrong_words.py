@@ -57,7 +57,9 @@ def test_largest_number(slurm: Path, here: Path) -> None:
 
 
 def test_rank_of_no_run(here: Path) -> None:
-    """`python -m laststep` takes the folder of a run, or hello."""
+    """`python -m laststep` takes the folder of a run, or hello; a verb is answered with what to type instead."""
+    with pytest.raises(ConfigError, match=r"init: `python -m laststep` is one rank of a run; type `.* init demo`"):
+        rank.main(["init", "demo"])
     with pytest.raises(ConfigError, match=re.escape("helo: no such folder of a run; did you mean hello?")):
         rank.main(["helo"])
     (here / "runs" / "first").mkdir(parents=True)
@@ -147,6 +149,6 @@ def test_the_keys_are_shown_where_there_are_no_docs(here: Path, capfd: pytest.Ca
         with pytest.raises(SystemExit):
             show()
         shown = capfd.readouterr().out
-        assert "docs/" not in shown and " --dry-run` prints them all" in shown
-    assert main(["--dry-run"]) == 0
+        assert "docs/" not in shown and " --config mnist --dry-run` prints them all" in " ".join(shown.split())
+    assert main(["--config", "mnist", "--dry-run"]) == 0
     assert "weight_decay:" in capfd.readouterr().out

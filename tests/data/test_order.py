@@ -46,6 +46,17 @@ def test_short_epochs_are_parts_of_a_pass(whole: int, part: int, batch_size: int
     assert order.seen(1) == order.count(0)
 
 
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 16))
+def test_few_batches_to_overfit(whole: int, batches: int, batch_size: int) -> None:
+    """Each epoch has the samples with which the run would have begun, shuffled, each once."""
+    order, all_samples = (Order.of(whole, batch_size, 7, None, few) for few in (batches, None))
+    first = sorted(all_samples.indices(0)[: batches * batch_size].tolist())
+    for epoch in range(3):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        assert sorted(i for step in steps for i in order.batch(step).tolist()) == first
+    assert order.steps_per_epoch == min(batches, all_samples.steps_per_epoch)
+
+
 @given(ORDERS, st.data())
 def test_each_sample_once_an_epoch(order: Order, data: st.DataObject) -> None:
     """Even if each step of the epoch runs on a different number of ranks and micro-batches, as after many resumes."""

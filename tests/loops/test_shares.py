@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laststep.cli.main import main
-from laststep.code.task_check import check_keys
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -246,15 +245,6 @@ def test_a_range_of_nodes(granted: int, used: int) -> None:
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert said[-1] == f"{used} {2 * used}"
     assert said[:-1] == ([] if used == granted else [f"train.shares: training on {used} of {granted} nodes"])
-
-
-def test_a_custom_loop_that_has_no_shares_is_refused() -> None:
-    """One without run.shares(...) would ignore the key, and end with other bits at another size."""
-    config = Config.load(None, ["task=examples.custom_loop.main", "train.shares=2"])
-    with pytest.raises(ConfigError, match=r"train.shares=2: examples.custom_loop.main, a custom loop, does not comp"):
-        check_keys(config, ["train.shares"])
-    config.task = "tests.loops.shared_loops.thorough"
-    check_keys(config, ["train.shares"])
 
 
 def test_a_rank_refuses_too(tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 
+from laststep.config.args import user_args
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.loops.run import user_args
+from laststep.loops.run import settings_of
+from laststep.task import args_parameter
 
 if TYPE_CHECKING:
     from laststep import Run
@@ -63,7 +67,7 @@ def unrelated(run: Run, debug: bool = False) -> None:
 
 def settings(function: Any, *words: str) -> Any:
     """What the function gets."""
-    return user_args(function, Config.load(None, words).args)[0]
+    return user_args(settings_of(function), Config.load(None, words).args)
 
 
 def test_free() -> None:
@@ -86,7 +90,7 @@ def test_a_dataclass() -> None:
 @pytest.mark.parametrize(("function", "second"), [(free, False), (unrelated, False), (takes, True), (checked, True)])
 def test_who_gets_them(function: Any, second: bool) -> None:
     """A parameter that is named otherwise is the function's own affair."""
-    assert user_args(function, {"epochs": 1})[1] is second
+    assert (args_parameter(function) is not None) is second
 
 
 @pytest.mark.parametrize(
@@ -113,3 +117,26 @@ def test_refused(function: Any, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         settings(function, *words)
     assert message in str(error.value)
+
+
+class Scaled(nn.Module):
+    """A model that keeps its settings, and reads them in its forward pass."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.args = args
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n,) -> (n,)"""
+        return x * self.args.head.width if self.args.epochs > 1 else x
+
+
+@pytest.mark.parametrize("dataclass", [None, Args])
+def test_torch_compiles_what_reads_them(dataclass: type | None) -> None:
+    """What is read is noted by code in Python: the compiler must be able to follow it."""
+    seen: set[str] = set()
+    args = user_args(dataclass, {"epochs": 3, "head": {"width": 5}}, seen)
+    torch._dynamo.reset()
+    compiled = torch.compile(Scaled(args), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert seen >= {"args.epochs", "args.head.width"}

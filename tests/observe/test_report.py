@@ -338,6 +338,31 @@ def test_several_runs(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert len([tag for tag, a in page.elements if tag == "button" and a.get("aria-pressed") == "true"]) == 2
 
 
+def test_more_runs_than_fit_side_by_side(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Twelve columns cannot be compared at a glance, and a sweep's command twelve times is noise: a row per run, the
+    best on top by the metric that ranks checkpoints, a run without a result last, attempts folded."""
+    command = ["laststep", "sweep", "--name", "lr", "optim.lr=0.1,0.2,0.3,0.4,0.5,0.6"]
+    for number, accuracy in enumerate((0.5, 0.9, 0.7, None, 0.8, 0.6)):
+        epoch = {"epoch": 3, "step": 20, "train_loss": 1.0, "val_loss": 1.0, "val_accuracy": accuracy}
+        lr = (number + 1) / 10
+        ends = [attempt(0, 0, 30, (0, 20), "finished")]
+        settings: Any = {"optim__lr": lr, "checkpoint__best_by": "val_accuracy:max"}
+        run = make(root, f"lr-{number}", [*(step(n, lr / n) for n in range(1, 21)), epoch], ends, **settings)
+        typed = {"job_id": "7", "time": BEGAN, "command": command, "commit": "0123456789abcdef"}
+        run.submissions.write_text(lines([typed]))
+    page = report(capfd, root, *(f"lr-{number}" for number in range(6)))
+    best_first = ["lr-1", "lr-4", "lr-2", "lr-5", "lr-0", "lr-3"]
+    assert re.findall(r'<th scope="row".*?</svg>(lr-\d)</th>', page.source) == best_first
+    assert [run["name"] for run in page.curves["runs"]] == best_first, "a row has the colour of its curves"
+    assert "sorted by the highest val_accuracy; commit 0123456789" in page.text
+    assert page.text.count(" ".join(command)) == 1 and page.text.count("0123456789") == 1
+    assert re.search(r"<th>validation accuracy <small>epoch 3</small></th>", page.source), "said once"
+    assert len(page.all("details", "fold")) == 6 and "open" not in "".join(page.all("details", "fold")[0])
+    assert page.all("body", "many"), "as wide as the window"
+    four = report(capfd, root, *(f"lr-{number}" for number in range(4)))
+    assert four.text.count(" ".join(command)) == 4 and not four.all("body", "many"), "as ever"
+
+
 def test_figures_say_what_they_are(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A loss without "of the last step" or "mean of the epoch" has misled readers; so does a rate without its step."""
     epoch = {"epoch": 2, "step": 20, "train_loss": 0.25, "val_accuracy": 0.5}

@@ -18,8 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from laststep.ranks.meeting import SealedStore
-from laststep.ranks.replicas import _HEADER, Copy, Moment, ReplicaLink
+from laststep.ranks.replicas import _HEADER, Copy, ReplicaLink
 from laststep.ranks.seal import Seal
+from laststep.ranks.world import Moment
 from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import a_world
 

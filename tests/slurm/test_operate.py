@@ -133,7 +133,7 @@ def test_logs_and_a_drill(bare: User) -> None:
     lines = printed.splitlines()
     assert any("resuming after step" in line for line in lines) and any("finished: epoch" in line for line in lines)
     begins = [line.partition(" |")[0].strip() for line in lines if "attempt begins" in line]
-    assert sorted(begins) == ["0", "0", "1", "1"], "both ranks, of both attempts, each line once"
+    assert begins == ["0", "0"], "both attempts, each once, however many ranks begin it"
     assert "\x1b" not in printed
     second = bare.types("logs", "drilled", "--attempt", "1", "--rank", "1")
     assert second.count("attempt begins") == 1 and "restart 1, job step 0;" in second

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from laststep.records.append_only import append_line
 from laststep.records.attempt_record import read_attempts
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of
+from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of, refusal
 from tests.support.forked import forked_python
 from tests.support.images import make_folder
 from tests.support.project import DEADLINE_S, PROJECT, read_until, wait_until
@@ -107,6 +108,85 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
     resumed.send_signal(signal.SIGTERM)
     resumed.communicate(timeout=DEADLINE_S)
     assert resumed.returncode == 143
+
+
+def test_ctrl_c_ends_a_sweep(terminal: Terminal) -> None:
+    """It stops the present run, which keeps its steps, and starts no other; the same command again continues there.
+    Values are shown as they were typed: a run called lr_1000000000.0 is not found by whoever has typed 1e9."""
+    words = ("sweep", "--local", "--name", "scan", "optim.lr=1e-9,1E-8", *LONG)
+    first = terminal.run("scan-lr_1e-9")
+    for attempt in (1, 2):
+        launcher, before = terminal.starts(*words), len(read_lines(first.metrics))
+        wait_until(partial(_has_more_lines, first.metrics, before), "no step")
+        launcher.send_signal(signal.SIGINT)
+        said, _ = launcher.communicate(timeout=DEADLINE_S)
+        assert launcher.returncode == 130, said
+        assert "sweep  scan: 2 runs, 2 to do, one after another on this machine\n" in said
+        assert "2 runs of sweep scan left; to continue, type it again with --name scan" in said
+        assert [record["lost_steps"] for record in read_lines(first.attempts)] == [0] * attempt
+    assert not terminal.run("scan-lr_1E-8").path.exists()
+    assert "  1e-9  " in terminal.types("status", "--sweep", "scan")
+
+
+def _has_more_lines(file: Path, lines: int) -> bool:
+    return len(read_lines(file)) > lines
+
+
+def test_a_run_of_a_sweep_fails(terminal: Terminal) -> None:
+    """The next one follows: a night of runs must not end with the first. Exit status 1, and again only what failed."""
+    words = ("sweep", "--local", "--name", "scan", "task=tests.support.tasks.Broken,classification", *TINY)
+    said = terminal.types(*words, "launch.max_failures=0", status=1)
+    assert "\nsweep  scan: 1 finished, 1 failed: scan-task_tests.support.tasks.Broken\n" in said
+    again = terminal.types(*words, "launch.max_failures=0", status=1)
+    assert "sweep  scan: 2 runs, 1 to do, " in again and "\nsweep  scan: 0 finished, 1 failed: " in again
+
+
+def test_smoke(terminal: Terminal) -> None:
+    """Steps, a save, a resume and a validation before a night of training; nothing is left of it."""
+    said = terminal.types("--smoke", "--tasks-per-node", "2", *TINY)
+    assert said.startswith(
+        "smoke  trained to step 2 and saved, resumed, trained to step 4; validation batches: 4\n       2 ranks, "
+    )
+    assert not terminal.root.exists() or not list(terminal.root.iterdir())
+
+
+def test_smoke_of_a_custom_loop(terminal: Terminal) -> None:
+    """It has an end of its own, which may be far: it is stopped after a few steps, and resumes in between."""
+    said = terminal.types("--smoke", "task=tests.support.custom_loops.careful")
+    assert said.startswith("smoke  trained to step 2 and saved, resumed, trained to step ")
+
+
+def test_smoke_fails(terminal: Terminal) -> None:
+    """The last lines are the error, and where in the user's code it is."""
+    said = terminal.types("--smoke", "task=tests.support.tasks.Broken", *TINY, status=1)
+    *_, error, place = said.splitlines()
+    assert error.startswith("smoke  fails at its start: ") and error.endswith("ValueError: a bad sample")
+    assert place.startswith("at     tasks.py, line ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--debug"], "--smoke --debug: --smoke trains a new run on this machine; leave --debug out"),
+        (["--dry-run"], "--smoke --dry-run: --smoke leaves nothing behind"),
+        (["optim.lrr=1"], "optim.lrr: no such key"),
+    ],
+)
+def test_smoke_refused(words: list[str], said: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line, before torch is imported."""
+    assert said in refusal(["--smoke", *words], capfd, here)
+
+
+def test_a_model_that_must_learn_two_batches(terminal: Terminal) -> None:
+    """train.overfit_batches: each epoch has those two, and validation is as ever."""
+    terminal.types("--local", "--name", "few", *TINY, "train.epochs=3", "train.overfit_batches=2")
+    lines = read_lines(terminal.run("few").metrics)
+    assert [line["epoch"] for line in lines if "loss" in line] == [1, 1, 2, 2, 3, 3]
+    assert sum("val_loss" in line for line in lines) == 3
+    refused = terminal.types("task=examples.custom_loop.main", "train.overfit_batches=2", status=2)
+    assert "train.overfit_batches: examples.custom_loop.main, a custom loop, does not read it" in refused
+    refused = terminal.types("train.overfit_batches=2", "train.epoch_samples=9", status=2)
+    assert "train.epoch_samples=9: with train.overfit_batches an epoch is" in refused
 
 
 def test_cancel(terminal: Terminal) -> None:
@@ -305,6 +385,7 @@ def test_a_debugged_error_is_the_last_line(terminal: Terminal) -> None:
     error, _, resume, debug = said.splitlines()[-4:]
     assert "error  rank 0 on" in error and said.count("Traceback") == 1, said
     assert resume.endswith("looked --local") and debug.endswith("looked --debug"), said
+    assert "start the run again under the same name" not in said
 
 
 def test_a_users_error_is_shown_once_by_one_process(tmp_path: Path) -> None:

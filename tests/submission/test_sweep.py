@@ -42,6 +42,7 @@ def test_no_combinations(word: str, said: str) -> None:
 def test_names() -> None:
     """Readable, valid as a folder's name, and distinct when two keys end alike."""
     assert name_of("scan", {"optim.lr": 0.1, "seed": 3}) == "scan-lr_0.1-seed_3"
+    assert [name_of("s", change.typed) for change in combinations(["optim.lr=1e9,0.10"])] == ["s-lr_1e9", "s-lr_0.10"]
     assert name_of("scan", {"model.name": "vit b/16", "optim.name": "sgd"}) == "scan-model.name_vit_b_16-optim.name_sgd"
 
 
@@ -66,6 +67,8 @@ def test_variants_are_what_loading_gives() -> None:
         (["seed=0..999999999"], "1000000000 combinations"),
         (["seed=0..99", "optim.lr=0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1.0,1.1"], "1100 combinations"),
         (["seed=1,1"], "two combinations would have this name"),
+        (["optim.lr=0.1,0.10"], "-lr_0.10: has the values of "),
+        (["seed=1,2", "--local", "--parallel", "2"], "--parallel 2: with --local one run follows another"),
         (["sed=1,2"], "sed: no such key; did you mean seed?"),
         (["seed=1,2", "--parallel", "0"], "--parallel 0: must be at least 1"),
     ],
