@@ -485,7 +485,7 @@ def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", str(here))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     done = launch("--debug", "task=mine.Broken", "--name", "mine", stdin="p answer * 100\nq\n")
-    assert (done.stdout + done.stderr).count("RuntimeError: boom") == 1
+    assert (done.stdout + done.stderr).count("\nRuntimeError: boom") == 1, "one traceback"
     assert "(Pdb)" in done.stdout and "4200" in done.stdout
     assert done.returncode == 1
 
