@@ -183,8 +183,8 @@ def test_a_model_that_must_learn_two_batches(terminal: Terminal) -> None:
     lines = read_lines(terminal.run("few").metrics)
     assert [line["epoch"] for line in lines if "loss" in line] == [1, 1, 2, 2, 3, 3]
     assert sum("val_loss" in line for line in lines) == 3
-    refused = terminal.types("task=examples.custom_loop.main", "train.overfit_batches=2", status=2)
-    assert "train.overfit_batches: examples.custom_loop.main, a custom loop, does not read it" in refused
+    refused = terminal.types("--local", "task=examples.custom_loop.main", "train.overfit_batches=2", status=2)
+    assert "train.overfit_batches: task=examples.custom_loop.main does not read it" in refused
     refused = terminal.types("train.overfit_batches=2", "train.epoch_samples=9", status=2)
     assert "train.epoch_samples=9: with train.overfit_batches an epoch is" in refused
 
