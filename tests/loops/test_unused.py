@@ -114,4 +114,6 @@ def test_a_gradient_that_is_not_defined(root: Path) -> None:
     """A custom autograd function may return None for a parameter that the forward pass has used: DDP counts it as
     ready, and what the rank's earlier shares have added up must not be left out."""
     options = ("task=tests.loops.unused_tasks.Undefined", "train.shares=4", "train.epochs=1", *MOMENTUM, KEY)
-    assert fingerprint(train(config(root, "one", 1, options))) == fingerprint(train(config(root, "two", 2, options)))
+    assert fingerprint(train(config(root, "undefined-one", 1, options))) == fingerprint(
+        train(config(root, "undefined-two", 2, options))
+    )
