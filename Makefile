@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests start hundreds of interpreters, which would each compile the package if they could not keep what they compile.
 test test-fast test-oldest test-silent test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train check docs test test-fast test-oldest test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs check-docs test test-fast test-oldest test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -24,15 +24,18 @@ WORKERS ?= 4
 GROUPED := --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/installed-dev system-packages  ## all tests except those that need a GPU; some start a real Slurm
-	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu and not retyped" $(PYTEST_ARGS)
+
+check-docs: $(VENV)/installed-dev system-packages  ## whether each page and picture of docs shows what is printed today
+	$(BIN)/python -m pytest -m retyped tests/test_docs.py
 
 test-fast: $(VENV)/installed-dev  ## after each edit: the quick tests, without Slurm, root or system packages
-	$(BIN)/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow and not retyped" $(PYTEST_ARGS)
 
 # The oldest torch that setup.cfg promises. A warning of torch's fails a test, here as in all targets.
 OLDEST := torch==2.11.* torchvision==0.26.*
 test-oldest: .venv-oldest/installed  ## the quick tests on the oldest torch that is promised, in .venv-oldest (6 GB)
-	.venv-oldest/bin/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow" $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow and not retyped" $(PYTEST_ARGS)
 
 .venv-oldest/installed: setup.cfg pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

@@ -137,7 +137,7 @@ SLURM_MISSING = None if os.geteuid() == 0 and shutil.which("slurmctld") else "no
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "local" else []) for name in pictures.TERMINALS]
+    "name", [pytest.param(name, marks=[pytest.mark.retyped] if name != "local" else []) for name in pictures.TERMINALS]
 )
 def test_a_picture_shows_what_is_printed_today(name: str) -> None:
     """A picture of an older version makes a reader look for lines that no longer exist. Each keeps the text that it was
@@ -173,7 +173,7 @@ def _texts(path: Path) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.slow
+@pytest.mark.retyped
 def test_the_picture_of_the_report_shows_todays_page(tmp_path: Path) -> None:
     """As above; the picture can be drawn by a browser only, its text needs none."""
     report.train(tmp_path)
@@ -201,7 +201,7 @@ def test_the_recording_opens_on_a_frame_that_shows_something() -> None:
     assert text_of(picture).count("attempt begins") <= 3, "one at the start; two in the log that is read a second time"
 
 
-@pytest.mark.slow
+@pytest.mark.retyped
 def test_the_day_is_as_it_was_written_down() -> None:
     """The page is what a newcomer compares the screen with, line by line. To write it again: python -m tools.a_day"""
     page = a_day.PAGE.read_text()
