@@ -97,7 +97,7 @@ def test_by_python(folder: Path) -> None:
     assert reasons(run)[-1] == "finished"
     assert "nothing is left to do" in types(folder, *words)
     said = types(folder, sys.executable, "train.py", "--steps", "14", status=2)
-    assert said.startswith("error: train.py --steps 14: train was started as `train.py --steps 12`, and a run keeps ")
+    assert "\nerror: train.py --steps 14: train was started as `train.py --steps 12`, and a run keeps its words" in said
     types(folder, *words, env={"LASTSTEP_NEW": "1"})
     (other,) = set((folder / "runs").iterdir()) - {run.path}
     assert other.name.startswith("train-") and fingerprint(RunDir(other)) == fingerprint(run)
