@@ -23,8 +23,8 @@ WITHIN_S = 10.0  # three seconds on an idle machine, see benchmarks/restart.py; 
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_killed_rank(silent: User, rank: int) -> None:
-    """On another node or on that of rank 0, which serves the store. Somebody who watches the log sees a pause of seconds;
-    with a requeue, or another srun, it would be ten to thirty."""
+    """On another node or on that of rank 0, which serves the store. Somebody who watches the log sees a pause of
+    seconds; with a requeue, or another srun, it would be ten to thirty."""
     name = f"killed-{rank}"
     following = silent.begins("--nodes", "2", "--name", name, "--follow", *UNHURRIED, NEVER)
     silent.waits_for(name, IN_EPOCH_2)
