@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from laststep import script
 from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.errors import ConfigError, nearest
 from laststep.ranks.fault import ONE_LINE
@@ -82,6 +83,9 @@ def _in_project(words: Sequence[str]) -> Sequence[str]:
     """
     if words[:1] in (["init"], ["prepare"], ["completion"]):  # these make files here
         return words
+    own, scripts = script.split(words)
+    if scripts and (words[0] not in VERBS or words[0] in ("submit", "prove")):
+        return words  # a script runs where it was typed, as under torchrun: its own words may be paths
     here = Path.cwd()
     project = find_project(here)
     if project is None or project == here:
@@ -89,7 +93,7 @@ def _in_project(words: Sequence[str]) -> Sequence[str]:
     os.chdir(project)
     if words[:1] != ["__complete"]:
         print(f"[laststep] project {project}", file=sys.stderr, flush=True)
-    return [_from_project(word, here, project) for word in words]
+    return [*(_from_project(word, here, project) for word in own), *words[len(own) :]]
 
 
 def find_project(here: Path) -> Path | None:

@@ -60,7 +60,7 @@ class MetricsFile:
         self._checkpointed = 0  # records that the newest checkpoint includes
         self._lines_since: list[bytes] = []  # the lines after these
         self._written = 0  # records in the file
-        self._to_say: list[tuple[int, Callable[[], None]]] = []  # once so many records are in the file
+        self._to_say: list[tuple[int, Callable[[], None]]] = []  # each to be said once the file has that many records
         self._refused = 0  # how often in a row the disk has refused the newest lines
         self._file: int | None = None  # its descriptor: see `append_only.replace` for why it stays open
         self._memory = threading.Lock()  # protects the fields above, and is never held while the disk is used

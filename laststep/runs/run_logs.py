@@ -105,8 +105,8 @@ class LiveLog:
 
 
 class LogFilter:
-    """Drops the lines that are `OF_OTHERS` and, for a terminal of so many `columns`, progress lines ("step N/M ...")
-    that follow each other too fast.
+    """Drops the lines that are `OF_OTHERS`. For a terminal, which is `columns` wide, it also drops progress lines
+    ("step N/M ...") that follow each other too fast.
 
     The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
     the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the

@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from laststep import script
+from laststep.cli import main as main_module
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -82,6 +84,20 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
     (folder / "broken.py").write_text("import laststep; f(\n")
     (folder / "plain.py").write_text("print('no run')\n")
     assert refusal(["--local", *words.split()], capfd, folder).startswith(said.format(folder=folder))
+
+
+def test_it_runs_where_it_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """In a folder of a project, a script and the paths among its own words mean what they mean to torchrun there."""
+    (folder / "configs").mkdir()
+    (folder / "configs" / "default.yaml").write_text("seed: 1\n")
+    (folder / "data").touch()
+    (sub := folder / "deep").mkdir()
+    monkeypatch.chdir(sub)
+    words = ["../train.py", "--data", "../data"]
+    assert main_module._in_project(["--local", *words]) == ["--local", *words]
+    assert Path.cwd() == sub and capfd.readouterr().err == ""
+    assert main_module._in_project(["resume", "first", "--", "--data", "../data"])[-3:] == ["--", "--data", "../data"]
+    assert Path.cwd() == folder, "a run is found in the project"
 
 
 @pytest.mark.slow

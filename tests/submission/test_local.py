@@ -112,7 +112,7 @@ def test_ctrl_c_is_a_stop(terminal: Terminal) -> None:
 
 def test_ctrl_c_ends_a_sweep(terminal: Terminal) -> None:
     """It stops the present run, which keeps its steps, and starts no other; the same command again continues there.
-    Values are shown as they were typed: a run called lr_1000000000.0 is not found by whoever has typed 1e9."""
+    Values are shown as they were typed: someone who typed 1e9 would not look for lr_1000000000.0."""
     words = ("sweep", "--local", "--name", "scan", "optim.lr=1e-9,1E-8", *LONG)
     first = terminal.run("scan-lr_1e-9")
     for attempt in (1, 2):
