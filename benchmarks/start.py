@@ -21,7 +21,7 @@ BASELINE = "import submitit, omegaconf"
 COMMANDS = {
     BASELINE: [sys.executable, "-c", BASELINE],
     "launch.py --help": [*LAUNCH, "--help"],
-    "launch.py --dry-run --nodes 2": [*LAUNCH, "--dry-run", "--nodes", "2"],
+    "launch.py --dry-run --nodes 2": [*LAUNCH, "--config", "mnist", "--dry-run", "--nodes", "2"],
 }
 LIMIT = 1.5  # times the baseline
 
