@@ -42,6 +42,7 @@ SLOW = (
     "cli/test_command.py::test_debug_opens_the_debugger",
     "cli/test_command.py::test_refused_by_the_rank",
     "cli/test_completion",
+    "cli/test_hydra",
     "cli/test_init.py::test_trains",
     "cli/test_logs.py::test_the_end_of_a_long_log",
     "cli/test_tensorboard.py::test_runs_have_their_names",
