@@ -34,6 +34,7 @@ MARKS = {
     "stop": re.compile(r"\[laststep[^]]*\] .*stopping"),
     "skip": re.compile(r"\[laststep[^]]*\] .*skipped step_(\d+): ."),  # followed by the reason
 }
+STARTS_S = 20.0  # within which a rank is there, on a busy machine
 
 
 class Missed(Exception):
@@ -217,8 +218,8 @@ class Victim:
 
     def rank(self, number: int) -> Process:
         """A running rank. Raises Missed if there is none with this number."""
-        with contextlib.suppress(NeverCame):  # srun may be starting them one after another
-            return self.wait(lambda: self.ranks().get(number), 2, f"no rank {number}")
+        with contextlib.suppress(NeverCame):  # srun may be starting them, or a supervisor importing torch
+            return self.wait(lambda: self.ranks().get(number), STARTS_S, f"no rank {number}")
         raise Missed(f"rank {number} is not running")
 
     def all_ranks(self) -> list[Process]:
