@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         "metrics": metrics,
         "recorded": weights.metrics or None,
     }
-    print(json.dumps(found) if args.json else _line(found))
+    print(json.dumps(found) if args.json else _lines(found))
     return 0
 
 
@@ -100,15 +100,17 @@ def _checked(run: RunDir, words: Sequence[str]) -> Config:
     return config
 
 
-def _line(found: Mapping[str, Any]) -> str:
-    """The result as one line."""
+def _lines(found: Mapping[str, Any]) -> str:
+    """The checkpoint, what it measures now, and what the run has measured where that reads differently."""
     weights = ", averaged weights" if found["averaged"] else ""
-    line = f"{found['run']}: step {found['step']}, epoch {found['epoch']}{weights}: {_text(found['metrics'])}"
+    lines = [f"{found['run']}: step {found['step']}, epoch {found['epoch']}{weights}", _text(found["metrics"])]
     if found["recorded"] == found["metrics"]:
-        return f"{line} (as the run itself has measured)"
-    if found["recorded"]:
-        line += f" (the run itself has measured {_text(found['recorded'])})"
-    return line
+        lines[1] += " (as the run itself has measured)"
+    elif found["recorded"] and _text(found["recorded"]) == lines[1]:
+        lines[1] += " (as the run itself has measured, but for the last bits)"
+    elif found["recorded"]:
+        lines.append(f"{_text(found['recorded'])} (what the run itself has measured)")
+    return "\n  ".join(lines)
 
 
 def _text(metrics: Mapping[str, float | None]) -> str:
