@@ -21,8 +21,11 @@ def say(text: str) -> None:
     A failed write, for example to a full disk, is ignored: it is no reason to end the training.
     """
     with contextlib.suppress(OSError):
+        line = f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}"
+        if getattr(sys.stdout, "isatty", bool)():  # a program may have put anything in its place
+            line = wrapped(line, shutil.get_terminal_size().columns)
         # A single write, unlike print's two: else a line from another thread could end up in the middle of this one.
-        sys.stdout.write(f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}\n")
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 

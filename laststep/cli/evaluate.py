@@ -10,12 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laststep.attempt import user_error
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
+from laststep.ranks.fault import ONE_LINE
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.tasks import ready_made
@@ -68,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
     # As in the run's ranks: its own code, and its own folder for relative paths.
     sys.path[:0] = map(str, search)
     os.chdir(run_folders.working_folder(folder))
-    metrics = evaluate(config, folder, weights, [word.partition("=")[0] for word in args.overrides])
+    try:
+        metrics = evaluate(config, folder, weights, [word.partition("=")[0] for word in args.overrides])
+    except ONE_LINE:
+        raise
+    except Exception as error:  # of the task: begin the traceback there, as in a rank's log
+        print(user_error.describe(error), end="", file=sys.stderr)
+        return 1
     found = {
         "run": folder.name,
         "step": weights.manifest.step,

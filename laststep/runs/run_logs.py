@@ -117,7 +117,8 @@ class LogFilter:
 
     The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
     the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the
-    terminal is shortened. The `error` of a rank is held back until another one or another attempt follows.
+    terminal is shortened. The `error` of a rank is held back until another one or another attempt follows,
+    or any line where it explains itself in one.
     """
 
     def __init__(self, columns: Callable[[], int] | None = None) -> None:
@@ -127,6 +128,7 @@ class LogFilter:
         self._printed_at = -PROGRESS_EVERY_S
         self.error: list[bytes] = []
         self._in_error = False
+        self._one_line = b""  # an error that explains itself, if that is the last line so far
 
     def pass_on(self, data: bytes, now: float) -> Iterator[bytes]:
         """The lines to print, given what the log has gained since the last call; `now` is in seconds."""
@@ -137,18 +139,18 @@ class LogFilter:
         for line in lines:
             if OF_OTHERS.match(line.decode(errors="replace")):
                 continue
+            if FAILED.match(line) or BEGINS.match(line) or self.error[:1] == [self._one_line]:
+                yield from self.error
+                self.error.clear()
             if self._columns is not None and PROGRESS.match(line):
                 self._held = line
                 continue
             yield from self._release(now)
-            if FAILED.match(line) or BEGINS.match(line):
-                yield from self.error
-                self.error.clear()
-            if FAILED.match(line) or (self._in_error and not OURS.match(line)):
-                self._in_error = True
+            self._one_line = line if line.startswith(b"error: ") else b""
+            self._in_error = bool(FAILED.match(line) or (self._in_error and not OURS.match(line)))
+            if self._in_error or self._one_line:
                 self.error.append(line)
             else:
-                self._in_error = False
                 yield line
         if now >= self._printed_at + PROGRESS_EVERY_S:
             yield from self._release(now)
@@ -227,7 +229,9 @@ def print_cause(run: RunDir, local: bool = False, in_log: str = "") -> None:
     error = ended[0]["error"] if ended else None
     reason = reason_in(error)
     before, found, after = in_log.rpartition(f"\n{reason}\n")
-    if reason and found:  # said below: of a traceback, print all but this line
+    if in_log == f"error: {reason}\n":
+        in_log = ""
+    elif reason and found:  # said below: of a traceback, print all but this line
         in_log = f"{before}\n{after}" if "\n" in before else after
     print(in_log, end="", file=sys.stderr)
     if reason:

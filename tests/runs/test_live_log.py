@@ -121,6 +121,9 @@ def test_the_error_of_the_last_attempt_comes_last(columns: Callable[[], int] | N
     lines = [*shown.pass_on(log[:30], now=100), *shown.pass_on(log[30:], now=101)]
     assert b"".join(lines) == saved + ERROR + begins + saved
     assert b"".join(shown.rest()) == ERROR and shown.rest() == []
+    said = b"error: step 5: the loss is not finite\n"
+    lines = [*shown.pass_on(said + saved + said, now=102), b"|", *shown.rest()]
+    assert b"".join(lines) == said + saved + b"|" + said, "one that explains itself in one line"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
