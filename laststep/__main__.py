@@ -20,6 +20,7 @@ if __name__ == "__main__":
     from laststep.cli.rank import main
     from laststep.config.errors import ConfigError
     from laststep.ranks.fault import ONE_LINE
+    from laststep.say import note
 
     words = sys.argv[1:]
     if words[:1] == ["--supervised"]:
@@ -32,5 +33,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(words))
     except ONE_LINE as error:
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}")
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 COMMAND = "LASTSTEP_COMMAND"  # the variable through which ranks learn how the command was typed
 
@@ -19,9 +21,31 @@ def say(text: str) -> None:
     A failed write, for example to a full disk, is ignored: it is no reason to end the training.
     """
     with contextlib.suppress(OSError):
+        line = f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}"
+        if getattr(sys.stdout, "isatty", bool)():  # a program may have put anything in its place
+            line = wrapped(line, shutil.get_terminal_size().columns)
         # A single write, unlike print's two: else a line from another thread could end up in the middle of this one.
-        sys.stdout.write(f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}\n")
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+
+
+def note(text: str, stream: TextIO | None = None, indent: int = 0) -> None:
+    """Print a line of the command itself, on stderr if no `stream` is given. On a terminal it is wrapped between words,
+    with so many spaces before each further line."""
+    stream = stream or sys.stderr
+    if stream.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns, indent)
+    print(text, file=stream, flush=True)
+
+
+def wrapped(text: str, columns: int, indent: int = 0) -> str:
+    """The text in lines of at most so many columns, all but the first with this indent. A path that is longer stays
+    whole, and so does a `quoted command`, to be copied."""
+    import textwrap  # here: most commands print no long line
+
+    wrap = textwrap.TextWrapper(columns, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False)
+    text = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", "\0"), text)
+    return "\n".join(wrap.fill(line) for line in text.split("\n")).replace("\0", " ")
 
 
 def counted(number: object, noun: str) -> str:

@@ -71,3 +71,15 @@ def test_counts(number: object, said: str) -> None:
 def test_durations(seconds: float, said: str) -> None:
     """`1:04` may be a minute, an hour or a time of day."""
     assert duration(seconds) == said
+
+
+def test_a_long_line_on_a_narrow_terminal() -> None:
+    """A word that is broken at the edge reads badly, and a command that is broken cannot be copied."""
+    said = say.wrapped("error: first: no such run here; `laststep list` shows them, under /a/rather/long/path", 32, 7)
+    assert said.splitlines() == [
+        "error: first: no such run here;",
+        "       `laststep list` shows",
+        "       them, under",
+        "       /a/rather/long/path",
+    ]
+    assert say.wrapped("\na\nb", 80) == "\na\nb"

@@ -461,11 +461,11 @@ class Rescuer:
         record = record_end(state, reason, end_step, saved_step, error=error, retry=retry, blamed=blamed)
         if record is not None:
             lost = f"{counted(record['lost_steps'], 'step')} lost" if record["lost_steps"] else "no step lost"
-            # One line has been said already, and is not repeated.
-            summary = f": {in_one_line(error)}" if "\nTraceback" in (error or "") else ""
+            # One line has been said already, and is not repeated; a command that waits ends with it.
+            waits = state.world.supervised or user_error.is_debugged
+            summary = f": {in_one_line(error)}" if "\nTraceback" in (error or "") and not waits else ""
             say(f"attempt ended ({reason}) after step {end_step}, {lost}{summary}")
-            # Else the command that waits says what to type.
-            if not (state.world.on_slurm or state.world.supervised or user_error.is_debugged):
+            if not (state.world.on_slurm or waits):
                 debug = command(f"resume {shlex.quote(state.run_dir.name)} --debug")
                 say(f"{CONTINUE_BY_HAND}; to debug: {debug}")
             print_hint(state, error or "")

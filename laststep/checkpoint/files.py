@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypedDict
 
+from laststep.config.errors import CheckpointError as CheckpointError
 from laststep.ranks import disk
 
 READING_THREADS = 4  # that share the files of a checkpoint: the first access to new memory takes most of the time
@@ -27,10 +28,6 @@ BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 # One file for each of these, at most one per rank: more files would cost more than they gain.
 STRIPE_BYTES = 64 << 20
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or could not be written."""
 
 
 class CheckpointMissing(CheckpointError):

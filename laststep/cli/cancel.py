@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return stop_all(runs, StatusReader(POLL_S))
     except KeyboardInterrupt:
-        print("\nstill stopping" if len(runs) > 1 else f"\n{runs[0].name}: still stopping", file=sys.stderr)
+        say.note("\nstill stopping" if len(runs) > 1 else f"\n{runs[0].name}: still stopping")
         return 130
 
 
@@ -68,9 +68,9 @@ def stop_all(runs: list[RunDir], reader: StatusReader) -> int:
                 if status.alive:
                     stop.request(status)
                     continue
-                print(_outcome(stop.run, status), flush=True)
+                say.note(_outcome(stop.run, status), sys.stdout)
             except SlurmError as error:
-                print(f"error: {name}: not cancelled: {error}", file=sys.stderr)
+                say.note(f"error: {name}: not cancelled: {error}")
                 failed = 1
             del stops[name]
         time.sleep(POLL_S if stops else 0.0)
@@ -161,7 +161,7 @@ class _Stop:
         return f"the ranks of {job} to finish step {(status.step or 0) + 1} and save it{at_once}"
 
     def _say(self, text: str) -> None:
-        print(f"{self.run.name}: {text}", flush=True)
+        say.note(f"{self.run.name}: {text}", sys.stdout)
 
 
 def _request_local_stop(run: RunDir, job_id: str) -> None:
@@ -190,4 +190,4 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
     if not step:
         return f"{run.name}: cancelled before its first step"
     kept = f"stopped after step {step}" + (f", {say.counted(lost, 'step')} lost" if lost else ", every step is kept")
-    return f"{run.name}: {kept}; to continue: {say.command(f'resume {run_folders.typed(run)}')}"
+    return f"{run.name}: {kept}\nnext   {say.command(f'resume {run_folders.typed(run)}')}"

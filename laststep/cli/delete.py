@@ -15,7 +15,7 @@ from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_folders
 from laststep.runs.run_status import RunStatus, StatusReader
-from laststep.say import counted
+from laststep.say import counted, note
 
 DESCRIPTION = """\
 Remove runs for good: checkpoints, metrics, logs. Asks first, and then cancels
@@ -100,16 +100,16 @@ def _remove(run: RunDir) -> bool:
     gone = aside(run.path)
     errors: list[str] = []
 
-    def note(_: object, path: str, why: Sequence[object]) -> None:
+    def remember(_: object, path: str, why: Sequence[object]) -> None:
         errors.append(f"{path}: {why[1]}")
 
     try:
         run.path.rename(gone)
-        shutil.rmtree(gone, onerror=note)
+        shutil.rmtree(gone, onerror=remember)
     except OSError as error:
         errors.append(str(error))
     if errors:
-        print(f"error: {run.name}: not all of it is deleted: {errors[0]}", file=sys.stderr)
+        note(f"error: {run.name}: not all of it is deleted: {errors[0]}")
     else:
         print(f"{run.name}: deleted", flush=True)
     return not errors

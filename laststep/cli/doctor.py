@@ -20,7 +20,7 @@ from laststep.doctor.diagnosis import RunRoot, diagnose
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from laststep.ranks.slurm import SlurmError
 from laststep.runs import run_folders
-from laststep.say import counted
+from laststep.say import counted, note
 from laststep.submission import machine_checks
 
 Facts = Sequence[tuple[str, object]]
@@ -60,10 +60,10 @@ def _check_here(config: Config) -> int:
         _show("Slurm", _cluster(found.slurm))
         _show_partitions(found.slurm)
     elif not found.has_slurm:
-        print(f"no Slurm on this machine: {machine_checks.without_slurm()}\n")
+        note(f"no Slurm on this machine: {machine_checks.without_slurm()}\n", sys.stdout)
     print("problems" if found.problems else "nothing found that could break a run")
     for problem in found.problems:
-        print(f"  {problem}")
+        note(f"  {problem}", sys.stdout, indent=4)
     return int(bool(found.problems))
 
 
@@ -79,7 +79,7 @@ def _check_nodes(config: Config) -> int:
     machine_checks.check_slurm()
     with suppress(SlurmError):  # it is asked again
         for problem in check_gpu_binding(SlurmSettings.read(), launch):
-            print(f"WARNING: {problem}")
+            note(f"WARNING: {problem}", sys.stdout)
     call = RollCall(config)
     job = f"job {call.job_id}"
     size = f"{counted(launch.nodes, 'node')} x {counted(launch.ranks_per_node, 'rank')}"
@@ -89,7 +89,7 @@ def _check_nodes(config: Config) -> int:
     except KeyboardInterrupt:
         call.cancel()
         call.remove()
-        print(f"\n{job}: cancelled", file=sys.stderr)
+        note(f"\n{job}: cancelled")
         return 130
     greetings = [call.greetings[rank] for rank in sorted(call.greetings)]
     for greeting in greetings:
@@ -98,9 +98,9 @@ def _check_nodes(config: Config) -> int:
     if failures:
         call.cancel()
         for failure in failures:
-            print(f"error: {failure}", file=sys.stderr)
+            note(f"error: {failure}")
         silent = f"{len(failures)} of {counted(call.size, 'rank')} did not say hello"
-        print(f"error: {silent}; their logs are in {call.folder}", file=sys.stderr)
+        note(f"error: {silent}; their logs are in {call.folder}")
         return 1
     print(*["", *report(greetings)], sep="\n")
     call.remove()
@@ -110,7 +110,7 @@ def _check_nodes(config: Config) -> int:
 def _show(title: str, facts: Facts) -> None:
     print(title)
     for name, value in facts:
-        print(f"  {name:<16}{value}")
+        note(f"  {name:<16}{value}", sys.stdout, indent=18)
     print()
 
 

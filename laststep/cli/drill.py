@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +15,7 @@ from laststep.records.metrics import first_step_since
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_status import StatusReader, records_of
-from laststep.say import counted
+from laststep.say import counted, note
 
 POLL_S = 0.2
 T = TypeVar("T")
@@ -52,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
         first = _wait_for(folder, lambda records: first_step_since(folder.metrics, restarted["start"]))
         _print(f"did step {first['step']}", first["time"] - restarted["start"])
     except SlurmError as error:
-        print(f"error: {folder.name}: {error}", file=sys.stderr)
+        note(f"error: {folder.name}: {error}")
         return 1
     except _JobGone:
         (status,) = StatusReader().read([folder])
-        print(f"error: {folder.name}: did not come back: {status.state}, {status.why}", file=sys.stderr)
+        note(f"error: {folder.name}: did not come back: {status.state}, {status.why}")
         return 1
     except KeyboardInterrupt:
-        print(f"\n{folder.name}: continues by itself", file=sys.stderr)
+        note(f"\n{folder.name}: continues by itself")
         return 130
     lost = ended["lost_steps"]
     took_s = first["time"] - began

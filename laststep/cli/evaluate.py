@@ -10,12 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laststep.attempt import user_error
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
+from laststep.ranks.fault import ONE_LINE
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.tasks import ready_made
@@ -68,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
     # As in the run's ranks: its own code, and its own folder for relative paths.
     sys.path[:0] = map(str, search)
     os.chdir(run_folders.working_folder(folder))
-    metrics = evaluate(config, folder, weights, [word.partition("=")[0] for word in args.overrides])
+    try:
+        metrics = evaluate(config, folder, weights, [word.partition("=")[0] for word in args.overrides])
+    except ONE_LINE:
+        raise
+    except Exception as error:  # of the task: begin the traceback there, as in a rank's log
+        print(user_error.describe(error), end="", file=sys.stderr)
+        return 1
     found = {
         "run": folder.name,
         "step": weights.manifest.step,
@@ -77,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "metrics": metrics,
         "recorded": weights.metrics or None,
     }
-    print(json.dumps(found) if args.json else _line(found))
+    print(json.dumps(found) if args.json else _lines(found))
     return 0
 
 
@@ -100,15 +108,17 @@ def _checked(run: RunDir, words: Sequence[str]) -> Config:
     return config
 
 
-def _line(found: Mapping[str, Any]) -> str:
-    """The result as one line."""
+def _lines(found: Mapping[str, Any]) -> str:
+    """The checkpoint, what it measures now, and what the run has measured where that reads differently."""
     weights = ", averaged weights" if found["averaged"] else ""
-    line = f"{found['run']}: step {found['step']}, epoch {found['epoch']}{weights}: {_text(found['metrics'])}"
+    lines = [f"{found['run']}: step {found['step']}, epoch {found['epoch']}{weights}", _text(found["metrics"])]
     if found["recorded"] == found["metrics"]:
-        return f"{line} (as the run itself has measured)"
-    if found["recorded"]:
-        line += f" (the run itself has measured {_text(found['recorded'])})"
-    return line
+        lines[1] += " (as the run itself has measured)"
+    elif found["recorded"] and _text(found["recorded"]) == lines[1]:
+        lines[1] += " (as the run itself has measured, but for the last bits)"
+    elif found["recorded"]:
+        lines.append(f"{_text(found['recorded'])} (what the run itself has measured)")
+    return "\n  ".join(lines)
 
 
 def _text(metrics: Mapping[str, float | None]) -> str:

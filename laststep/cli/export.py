@@ -54,12 +54,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         files = write(out, weights.tensors, _metadata(folder, weights))
     parameters = counted(f"{sum(tensor.numel() for tensor in weights.tensors.values()):,}", "parameter")
-    metrics = "".join(f", {name} {value:.4f}" for name, value in weights.metrics.items())
-    print(
-        f"{out if is_folder else files[0]}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{metrics}; "
-        f"{'averaged weights, ' if weights.averaged else ''}{parameters} in "
-        f"{counted(len(weights.tensors), 'tensor')}, {_size(files)}"
-    )
+    averaged = ", averaged weights" if weights.averaged else ""
+    print(f"{out if is_folder else files[0]}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{averaged}")
+    if weights.metrics:
+        print(f"  {', '.join(f'{name} {value:.4f}' for name, value in weights.metrics.items())}")
+    print(f"  {parameters} in {counted(len(weights.tensors), 'tensor')}, {_size(files)}")
     return 0
 
 

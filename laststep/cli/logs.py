@@ -17,7 +17,7 @@ from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import BEGINS, OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
 from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
-from laststep.say import command, counted
+from laststep.say import command, counted, note
 
 POLL_S = 1.0
 RANK_COLOURS = (36, 33, 35, 32, 34, 31)  # of the terminal (ECMA-48, SGR)
@@ -101,9 +101,11 @@ def _follow(folder: RunDir, args: argparse.Namespace, logs: MergedLogs, reader: 
         printer.print(_last(printer.select(logs.read(whole=ended)), tail))
         tail = None
         if ended:
-            _note(f"{folder.name}: {status.state}{status.why and f', {status.why}'}")
             if status.state == "failed":
+                _note(f"{folder.name}: failed")
                 print_cause(folder)
+            else:
+                _note(f"{folder.name}: {status.state}{status.why and f', {status.why}'}")
             return 0 if status.state == "finished" else 1
         waiting.update(status)
         time.sleep(POLL_S)
@@ -185,7 +187,7 @@ def _coloured(text: str, colour: int) -> str:
 
 
 def _note(text: str) -> None:
-    print(f"[laststep] {text}", file=sys.stderr, flush=True)
+    note(f"[laststep] {text}")
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,7 @@ from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.errors import ConfigError, nearest
 from laststep.ranks.fault import ONE_LINE
 from laststep.records import former_names
-from laststep.say import command
+from laststep.say import command, note
 
 PATH_KEYS = ("data.root", "launch.root", "model.weights")
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
@@ -43,18 +43,15 @@ def main(words: Sequence[str]) -> int:
                 raise ConfigError(f"{verb}: no such verb, and no such run; {nearest(verb, list(VERBS))}")
             verb, words = "status", [verb, *words]  # `laststep RUN` shows that run
         return VERBS[verb].run(words)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except ONE_LINE as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        note(f"error: {error}")
+        return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in (*NEEDED, "torch"):
             raise
         fix = _environment() if name in NEEDED else "use the Python of the ranks"
-        print(f"error: {verb} needs {name}, which {sys.executable} lacks: {fix}", file=sys.stderr)
+        note(f"error: {verb} needs {name}, which {sys.executable} lacks: {fix}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -92,7 +89,7 @@ def _in_project(words: Sequence[str]) -> Sequence[str]:
         return words
     os.chdir(project)
     if words[:1] != ["__complete"]:
-        print(f"[laststep] project {project}", file=sys.stderr, flush=True)
+        note(f"[laststep] project {project}")
     return [*(_from_project(word, here, project) for word in own), *words[len(own) :]]
 
 

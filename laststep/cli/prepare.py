@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         folder = prepare(texts, out[0], tokenizer, args.validation, copy, lambda size: progress.advance(bar, size))
     train, validation = (len(folder.stream(part)) for part in (TRAIN, VALIDATION))
     print(
-        f"{args.out}: {counted(len(texts), 'text')}, {train:,} tokens to train on, {validation:,} to validate with; "
-        f"tokenizer {folder.vocabulary}, fingerprint {folder.fingerprint[:12]}"
+        f"{args.out}: {counted(len(texts), 'text')}, {train:,} tokens to train on, {validation:,} to validate with\n"
+        f"  tokenizer {folder.vocabulary}, fingerprint {folder.fingerprint[:12]}"
     )
     print(f"train  {command(f'--config classics data.name=tokens data.root={shlex.quote(args.out)}')}")
     return 0

@@ -9,7 +9,6 @@ import functools
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from laststep.ranks.world import World
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.run_folders import only_owner_writes
-from laststep.say import command, say
+from laststep.say import command, note, say
 from laststep.submission import submission
 from laststep.submission.local import spawn
 from laststep.trainer import Trainer
@@ -108,7 +107,7 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
     if world.rank == 0:
-        say(", ".join(submission.what_trains(config, source or "none").split("\n")))
+        say(submission.what_trains(config, source))
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:
@@ -248,7 +247,7 @@ def _hello(config: Config, show_variables: bool) -> int:
     except RuntimeError as error:
         if not (isinstance(error, MeetingError) or is_peer_loss(error)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}")
         return 1
     finally:
         clean_up()
@@ -272,7 +271,7 @@ def _meet_and_greet(config: Config, world: World, meeting: Path, show_variables:
         if not wrong:
             print(f"sum of ones: {world.size} on every rank")
         for line in wrong:
-            print(f"error: {line}", file=sys.stderr)
+            note(f"error: {line}")
     return int(bool(wrong))
 
 

@@ -20,7 +20,7 @@ from laststep.cli.parsers import (
     split,
 )
 from laststep.config.errors import ConfigError
-from laststep.say import command
+from laststep.say import command, note
 
 if TYPE_CHECKING:
     from laststep.config.config import Config
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     config = submission.ready(config, Machine(way, new=False, search=search, words=overrides))
     if extended:
         schedule = "" if config.optim.schedule == "constant" else f" (optim.schedule={config.optim.schedule})"
-        print(f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}")
+        longer = f"longer {run_config.shown(extended)}; the learning rate follows the new length{schedule}"
+        note(longer, sys.stdout, indent=7)
     if args.passed_on:
         print(f"script {script.shown(config.script)}")
         print(f"  was  {script.shown(before.script)}")
@@ -140,7 +141,7 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     if not changed:
         return
     if live or choice == "new":
-        return print(f"code   as it is now; changed since the run was submitted: {named}")
+        return note(f"code   as it is now; changed since the run was submitted: {named}", sys.stdout, indent=7)
     failed = [record for record in records_of(run)[-1:] if record["reason"] == "failed"]
     line = users_line_in(failed[0]["error"]) if failed else ""
     if choice is None and line and line.partition(", ")[0] in {path.rpartition("/")[2] for path in changed}:
@@ -148,7 +149,7 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
             f"{run.name}: failed in {line}, and that file has changed since: --code new takes the repository as it is "
             "now, --code same what the run has trained with"
         )
-    print(f"code   as submitted; changed since: {named} (--code new takes that)")
+    note(f"code   as submitted; changed since: {named} (--code new takes that)", sys.stdout, indent=7)
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -168,7 +169,7 @@ def _watch(args: argparse.Namespace) -> int:
     once = argparse.Namespace(**{**vars(args), "watch": False})
 
     def say(text: str) -> None:
-        print(f"[laststep] {text}", file=sys.stderr, flush=True)
+        note(f"[laststep] {text}")
 
     try:
         return watch(folder, run_config.load(folder, words).launch.max_failures, lambda: run(once), say)

@@ -229,7 +229,7 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
     if status.started_at:
         facts["started"] = f"{_clock(status.started_at)}, {duration(time.time() - status.started_at)} ago"
         lost = f"{status.lost_steps or 'no'} step{'s' * (status.lost_steps > 1)} lost"
-        facts["attempts"] = f"{status.attempts}, {lost}, goodput {or_dash(status.goodput, '{:.0%}')}"
+        facts["attempts"] = f"{status.attempts}, {lost}"  # goodput, which leaves out the queue, would contradict `time`
         facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
     facts["excludes"] = _excluded(run, records)

@@ -20,6 +20,7 @@ from laststep.cli.parsers import (
 )
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
+from laststep.say import note
 
 if TYPE_CHECKING:
     from laststep.config.config import Config
@@ -65,6 +66,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start a new run; returns the exit status."""
     from laststep.checkpoint.store import CheckpointStore
+    from laststep.code import task_check
     from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
@@ -94,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     origin = (begins or "none") if source is None else f"of {source.name}"
     if args.dry_run:
         return submission.show(config, origin, here=machine.is_here)
+    if unchecked := task_check.note_unchecked(config, machine):
+        note(f"[laststep] {unchecked}")
     with run_folders.created(config, given_by(machine)) as folder:
         copied = [] if source is None else [branch.copy_state(source, folder)]
         status = submission.start(config, folder, way, origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 
 from laststep.cli.parsers import (
     NEW_RUN_OPTIONS,
@@ -17,7 +18,7 @@ from laststep.cli.parsers import (
     stem_of,
 )
 from laststep.config.errors import ConfigError
-from laststep.say import command, counted
+from laststep.say import command, counted, note
 
 DESCRIPTION = """\
 Submit one run per combination of values, as a single Slurm array. Repeat the
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit the missing runs of a sweep; returns the exit status."""
+    from laststep.code import task_check
     from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     config = submission.ready(config, machine, stem_of(source, config))
     if args.dry_run:
         names = list(sweep.plan(config, changes))
-        print(submission.what_trains(config, source or "none", comment=True))
+        print(f"# {submission.what_trains(config, source)}")
         print(f"# sweep {config.launch.name}: {counted(len(names), 'run')}")
         for name, change in zip(names, changes):
             print(f"{name}  {' '.join(f'{key}={value}' for key, value in change.typed.items())}")
@@ -83,8 +85,10 @@ def run(args: argparse.Namespace) -> int:
     if machine.is_here:
         here = functools.partial(submission.start, way=way, source=source or "none")
         return sweep.run_here(config, changes, given_by(machine), here)
+    if unchecked := task_check.note_unchecked(config, machine):
+        note(f"[laststep] {unchecked}")
     submitted = sweep.submit_missing(config, changes, args.parallel, given_by(machine))
-    print(submission.what_trains(config, source or "none"))
+    note(submission.what_trains(config, source), sys.stdout, indent=7)
     print(f"sweep  {config.launch.name}: {counted(submitted.size, 'run')}")
     if submitted.job_id is None:
         print("       all of them have finished or are in the queue")

@@ -261,6 +261,25 @@ def check_keys(config: Config, keys: Sequence[str], search: Sequence[Path] = ())
         _check_args(config, keys, fields)
 
 
+def note_unchecked(config: Config, machine: Machine) -> str | None:
+    """What a submission says of keys that the user has set, and that a script, or a function that declares nothing,
+    may not read: only its first step shows that. None where there is nothing to say."""
+    if not machine.submits or config.task in READY_MADE:
+        return None
+    tree, node = (None, None) if config.script else definition(config.task, machine.places)
+    if isinstance(node, ast.ClassDef):
+        return None
+    known = for_a_function(config)
+    if tree is not None and node is not None:
+        if _assigned(tree, f"{node.name}.reads") is not None:
+            return None
+        if _type_of_args(node) is not None:
+            known = (*known, "args.")
+    keys = [key for key in given_by(machine) if not covers(known, key)]
+    what = script.name_of(config.script) if config.script else f"task={config.task}"
+    return f"{', '.join(keys)}: whether {what} reads it is checked in its first step" if keys else None
+
+
 def _assigned(tree: ast.Module | ast.ClassDef, name: str) -> ast.expr | None:
     """The value that this body gives to a name, such as `reads` or `main.reads`."""
     nodes = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)

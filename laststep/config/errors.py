@@ -21,6 +21,10 @@ class DiskError(OSError):
     """
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or could not be written. The message is one line."""
+
+
 class NotFinite(ArithmeticError):
     """A loss or a gradient is NaN or infinite, and train.nonfinite=fail. The message is one line."""
 

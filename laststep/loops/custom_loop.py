@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from laststep import compat
+from laststep import compat, script
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
@@ -263,7 +263,8 @@ class CustomLoop(Loop):
         self.loaders.prepare(loader)
         batches = iter(loader)
         try:
-            for number, batch in enumerate(batches):
+            most = self.engine.probe.validation_batches if self.engine.probe else None
+            for number, batch in enumerate(islice(batches, most)):
                 # Within a step, or when the state has changed since the epoch's steps, a run could not resume from
                 # here. Then the ranks stop at the next place where it can.
                 if not self.engine.stop.begin_tick() and self._can_leave_validation():
@@ -550,7 +551,8 @@ class CustomLoop(Loop):
         self.phase = NEXT[self.phase, event]
 
     def _misuse(self, what: str) -> ConfigError:
-        return ConfigError(f"task={self.config.task}: {what}")
+        words = self.config.script
+        return ConfigError(f"{script.name_of(words) if words else f'task={self.config.task}'}: {what}")
 
     def _seed(self, *parts: int | str) -> None:
         """Seed all generators: from here on, every attempt draws the same random numbers."""

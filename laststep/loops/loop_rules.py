@@ -69,9 +69,9 @@ def of_batches(loader: object, per_step: int, shares: int | None) -> str | None:
 def of_return(result: Any, registered: bool, trained: bool) -> str | None:
     """Of the function's return with this result; None if it is right."""
     if not registered:
-        return f"returned without run.restore(...); {NEEDED}"
+        return f"ended without run.restore(...); {NEEDED}"
     if not trained:
-        return f"returned without a step of run.steps(...); {NEEDED}"
+        return f"ended without a step of run.steps(...); {NEEDED}"
     if not isinstance(result, (dict, type(None))):
         return "must return a dict of numbers, or nothing"
     return None

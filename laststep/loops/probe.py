@@ -32,6 +32,7 @@ class Probe:
 
     def __init__(self, plan: ProbePlan, run: RunDir, world: World, stop: Stop) -> None:
         self.variables = Variables()
+        self.validation_batches = plan.validation_batches
         self._plan = plan
         self._rank, self._attempt = world.rank, world.number or 0
         self._stop = stop

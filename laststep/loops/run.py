@@ -18,6 +18,7 @@ from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
+from laststep.loops.loop_rules import NEEDED
 from laststep.records.plan import read_given
 from laststep.task import args_parameter
 
@@ -235,8 +236,11 @@ def make_script_loop(context: AttemptContext) -> CustomLoop:
         try:
             script.run_as_main(words)
         except SystemExit as error:
-            if loop_of(run).phase is Phase.SETUP and error.code not in (None, 0):  # argparse has said what is wrong
-                raise ConfigError(f"{name}: ended with exit status {error.code} before run.restore(...)") from None
+            if loop_of(run).phase is Phase.SETUP and not loop_of(run).engine.saves.last:
+                said = f": {error.code}" if isinstance(error.code, str) else ""  # which Python would print
+                status = 1 if said else error.code or 0
+                advice = said or ("" if status else f"; {NEEDED}")  # argparse has said what is wrong
+                raise ConfigError(f"{name}: ended with exit status {status} before run.restore(...){advice}") from None
             raise
 
     return _make_loop(call, context, None, None)

@@ -86,7 +86,8 @@ class TaskLoop(Loop):
         steps, total_shares = range(self.total_steps), train.shares or self.size
         self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
         self.loading = make_loading(config, self.task, group)
-        self.validation = Validation(config, datasets, self.loading, group)
+        few = engine.probe.validation_batches if engine.probe else None
+        self.validation = Validation(config, datasets, self.loading, group, few)
         self.micro_batches = config.train.accumulate * len(self.learner.shares)  # of this rank, per step
         engine.watch.measure(lambda: engine.ring.busy_s)
         if (probe := engine.probe) is not None:
@@ -432,16 +433,19 @@ def make_loading(config: Config, task: Task, group: Group) -> LoaderFactory:
 
 
 class Validation:
-    """Measures a learner's model on the validation sets."""
+    """Measures a learner's model on the validation sets, or on the first `most` batches of each."""
 
-    def __init__(self, config: Config, datasets: Datasets, loading: LoaderFactory, group: Group) -> None:
+    def __init__(
+        self, config: Config, datasets: Datasets, loading: LoaderFactory, group: Group, most: int | None = None
+    ) -> None:
         self._group, self._train, self._task = group, config.train, config.task
         shares, total = shares_of(config.train, group.world), config.train.shares or group.world.size
         self._sets: dict[str, tuple[ValidationBatchKeys, DeviceLoader]] = {}
         if len(datasets.val) > 1:  # each would keep worker processes of its own
             loading = replace(loading, persistent_workers=False)
         for name, dataset in datasets.val.items():
-            keys = ValidationBatchKeys(datasets.val_samples[name], config.train.batch_size, shares, total)
+            samples, size = datasets.val_samples[name], config.train.batch_size
+            keys = ValidationBatchKeys(min(samples, (most or samples) * size), size, shares, total)
             self._sets[name] = keys, loading.loader(dataset, config.seed, keys)
 
     def measure(self, learner: Learner, step: int, begin_batch: Callable[[], bool]) -> dict[str, float | None] | None:

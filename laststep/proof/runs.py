@@ -34,7 +34,7 @@ from laststep.say import counted
 Train = Callable[[Config, RunDir], str | None]
 Verdict = Literal["exact", "not exact", "not deterministic", "failed"]
 LEAST_STEPS = 4
-SMOKE_STEPS = 4
+SMOKE_STEPS, SMOKE_BATCHES = 4, 3  # of each validation
 UNDISTURBED, AGAIN, DISTURBED = "undisturbed", "again", "disturbed"
 
 
@@ -81,6 +81,7 @@ class Prover:
         """`steps`: how many to train, see `ProbePlan`. `report` is called after each attempt."""
         self._config, self._steps, self._train, self._report = config, steps, train, report
         self._ranks = config.launch.world_size
+        self._validation_batches: int | None = None  # all of them
         self.proof = Proof()
 
     def prove(self) -> Proof:
@@ -105,6 +106,7 @@ class Prover:
         """Only see whether all of it works: stop a run in its second step, resume it and end it, by itself where it is
         no longer than `SMOKE_STEPS`. Raises ConfigError as `prove` does."""
         self._steps = SMOKE_STEPS + 1  # a run that ends by itself validates after its last step
+        self._validation_batches = SMOKE_BATCHES
         try:
             self._attempt(DISTURBED, Place(Strike(STOP, 0, 2), WITHIN))
             if not self.proof.attempts[0].finished:
@@ -143,7 +145,7 @@ class Prover:
 
     def _attempt(self, name: str, place: Place | None) -> Probed:
         """Train one attempt of the run of that name. Raises _ScriptFailed."""
-        plan = ProbePlan(self._steps, place.strike if place else None)
+        plan = ProbePlan(self._steps, place.strike if place else None, self._validation_batches)
         config = self._config
         launch = dataclasses.replace(config.launch, name=name, env={**config.launch.env, **plan.environment()})
         config = dataclasses.replace(config, launch=launch)

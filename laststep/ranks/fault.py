@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from laststep.config.errors import ConfigError, DiskError, NotFinite
+from laststep.config.errors import CheckpointError, ConfigError, DiskError, NotFinite
 
 FaultReason = Literal["failed", "hung", "signal"]  # signal: the grace period after one is running out
 # Whether a retry may succeed; if_trained: only if the run has trained before as it is configured now.
@@ -60,7 +60,7 @@ class BadNode(RuntimeError):
 
 
 # These explain themselves in one line; anything else needs its traceback.
-ONE_LINE = (ConfigError, DiskError, NotFinite, MeetingError, BadNode)
+ONE_LINE = (ConfigError, DiskError, CheckpointError, NotFinite, MeetingError, BadNode)
 
 
 def blamed_host(error: BaseException, host: str) -> str:

@@ -32,11 +32,13 @@ class Strike:
 class ProbePlan:
     """What happens in one attempt: at most one strike, and a stop in step `steps`.
 
-    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps.
+    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps. Each validation
+    has the first `validation_batches` alone (None: all of them).
     """
 
     steps: int | None = None
     strike: Strike | None = None
+    validation_batches: int | None = None
 
     def environment(self) -> dict[str, str]:
         """What a rank needs in its environment to follow this plan."""
@@ -48,7 +50,7 @@ class ProbePlan:
         if PLAN not in environment:
             return None
         plan = json.loads(environment[PLAN])
-        return cls(plan["steps"], Strike(**plan["strike"]) if plan["strike"] else None)
+        return cls(**{**plan, "strike": Strike(**plan["strike"]) if plan["strike"] else None})
 
     def ends_in(self, step: int, epoch: int, step_of_epoch: int) -> bool:
         """Whether the run stops in this step, the `step_of_epoch`-th of its epoch. All count from 1."""

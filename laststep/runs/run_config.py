@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from laststep.records.plan import read_plan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.say import command
+from laststep.say import command, note
 
 # Keys added since the first version. A test reads a file of that version, and fails until a new key is listed here.
 LATER_KEYS = (
@@ -62,7 +61,7 @@ class Copy:
 
 
 def _warn(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr)
+    note(f"WARNING: {text}")
 
 
 def load(

@@ -28,9 +28,9 @@ from laststep.records.attempt_record import AttemptRecord, rank_in, read_ended_a
 from laststep.records.metrics import newest_step
 from laststep.records.plan import read_plan
 from laststep.rundir import RunDir
-from laststep.runs.run_folders import typed
+from laststep.runs.run_folders import short, typed
 from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, still_prints
-from laststep.say import command
+from laststep.say import command, note
 
 if TYPE_CHECKING:
     from submitit import SlurmJob
@@ -51,7 +51,8 @@ GIVES_WAY = (b" left", b" samples/s", b"grad norm ", b"epoch ", b"lr ")
 
 
 class LiveLog:
-    """Prints what rank 0 of a run writes to its log, and shows how far the run is."""
+    """Prints what rank 0 of a run writes to its log, and shows how far the run is. The error that ends the last attempt
+    comes at the end, unless `take_error` leaves it to `print_cause`."""
 
     def __init__(self, run: RunDir, log: Path) -> None:
         self._run, self._log = run, log
@@ -71,6 +72,12 @@ class LiveLog:
         if self._bar:
             self._bar.start()
         return self
+
+    def take_error(self) -> str:
+        """The lines of that error; empty where there is none."""
+        error = b"".join(self._filter.error).decode(errors="replace")
+        self._filter.error.clear()
+        return error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _print(self._filter.rest())
@@ -110,7 +117,8 @@ class LogFilter:
 
     The newest progress line is held back until it is due. It is printed sooner when any other line follows, so that
     the lines stay in order, and at the end, so that the last one is always seen. A line that is wider than the
-    terminal is shortened.
+    terminal is shortened. The `error` of a rank is held back until another one or another attempt follows,
+    or any line where it explains itself in one.
     """
 
     def __init__(self, columns: Callable[[], int] | None = None) -> None:
@@ -118,6 +126,9 @@ class LogFilter:
         self._partial = b""  # the beginning of a line that may become one to drop
         self._held = b""  # the newest progress line, if it was not printed
         self._printed_at = -PROGRESS_EVERY_S
+        self.error: list[bytes] = []
+        self._in_error = False
+        self._one_line = b""  # an error that explains itself, if that is the last line so far
 
     def pass_on(self, data: bytes, now: float) -> Iterator[bytes]:
         """The lines to print, given what the log has gained since the last call; `now` is in seconds."""
@@ -128,18 +139,27 @@ class LogFilter:
         for line in lines:
             if OF_OTHERS.match(line.decode(errors="replace")):
                 continue
+            if FAILED.match(line) or BEGINS.match(line) or self.error[:1] == [self._one_line]:
+                yield from self.error
+                self.error.clear()
             if self._columns is not None and PROGRESS.match(line):
                 self._held = line
                 continue
             yield from self._release(now)
-            yield line
+            self._one_line = line if line.startswith(b"error: ") else b""
+            self._in_error = bool(FAILED.match(line) or (self._in_error and not OURS.match(line)))
+            if self._in_error or self._one_line:
+                self.error.append(line)
+            else:
+                yield line
         if now >= self._printed_at + PROGRESS_EVERY_S:
             yield from self._release(now)
 
     def rest(self) -> list[bytes]:
         """What is still held back, at the end of the run."""
-        rest = [*self._release(now=0.0), *([self._partial] if self._partial else [])]
+        rest = [*self._release(now=0.0), *self.error, *([self._partial] if self._partial else [])]
         self._partial = b""
+        self.error.clear()
         return rest
 
     def _release(self, now: float) -> Iterator[bytes]:
@@ -172,7 +192,7 @@ POLL_S = 0.5
 def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
     reader = StatusReader()
-    waiting = WaitReport(lambda text: print(f"[laststep] {text}", file=sys.stderr, flush=True))
+    waiting = WaitReport(lambda text: note(f"[laststep] {text}"))
     try:
         with LiveLog(run, job.paths.stdout) as log:
             while True:
@@ -181,47 +201,58 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
                 ended = not status.alive and not still_prints(run)
                 log.update()
                 if ended:
+                    error = log.take_error() if status.state in ("failed", "lost") else ""
                     break
                 waiting.update(status)
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         to_end = command(f"cancel {typed(run)}")
-        print(f"\n[laststep] {run.name} is still running; to end it: {to_end}", file=sys.stderr)
+        note(f"\n[laststep] {run.name} is still running; to end it: `{to_end}`")
         return 130
     if status.state == "finished":
         return 0
-    print(f"[laststep] {_how_it_ended(run, status)}", file=sys.stderr)
+    note(f"[laststep] {_how_it_ended(run, status)}")
     if status.state in ("failed", "lost"):
-        print_cause(run)
+        print_cause(run, in_log=error)
+    else:
+        note(f"next   {command(f'resume {typed(run)}')}")
     return 1
 
 
-def print_cause(run: RunDir, local: bool = False) -> None:
+def print_cause(run: RunDir, local: bool = False, in_log: str = "") -> None:
     """The last lines of a command whose run has failed: the first error of its last attempt, where in the user's code
     that is, and what to type next. Above them are the logs, in which other ranks complain of the one that failed.
-    `local`: the run is to continue on this machine."""
+    `local`: the run is to continue on this machine. `in_log`: the error as `LiveLog` has held it back."""
     jobs = jobs_of(run)
-    for record in read_ended_attempts(run.attempts)[-1:]:
-        error = record["error"] if record["job_id"] == jobs[-1] else None  # else its ranks ended before they began
-        if reason := reason_in(error):
-            rank = rank_in(error)
-            print(f"error  {rank}: {reason}" if rank else f"error  {reason}", file=sys.stderr)
-        if line := users_line_in(error):
-            print(f"at     {line}", file=sys.stderr)
+    # Of another job, its ranks ended before they began.
+    ended = [record for record in read_ended_attempts(run.attempts)[-1:] if record["job_id"] == jobs[-1]]
+    error = ended[0]["error"] if ended else None
+    reason = reason_in(error)
+    before, found, after = in_log.rpartition(f"\n{reason}\n")
+    if in_log == f"error: {reason}\n":
+        in_log = ""
+    elif reason and found:  # said below: of a traceback, print all but this line
+        in_log = f"{before}\n{after}" if "\n" in before else after
+    print(in_log, end="", file=sys.stderr)
+    if reason:
+        rank = rank_in(error)
+        note(f"error  {rank}: {reason}" if rank else f"error  {reason}", indent=7)
+    if line := users_line_in(error):
+        note(f"at     {line}", indent=7)
     here = " --local" if local or not any(map(is_job_id, jobs)) else ""
-    print(f"next   {command(f'resume {typed(run)}{here}')}", file=sys.stderr)
-    print(f"debug  {command(f'resume {typed(run)} --debug')}", file=sys.stderr, flush=True)
+    note(f"next   {command(f'resume {typed(run)}{here}')}")
+    note(f"debug  {command(f'resume {typed(run)} --debug')}")
 
 
 def _how_it_ended(run: RunDir, status: RunStatus) -> str:
     why = f" ({status.why})" if status.why else ""
-    if status.state in ("failed", "lost"):
-        return f"the run ended: {status.state}{why}; the ranks' logs are in {run.logs}"
-    resume = command(f"resume {typed(run)}")
-    return f"job {status.job_id} left the queue before the run finished{why}; to continue: {resume}"
+    if status.state in ("failed", "lost"):  # why: see `print_cause`
+        return f"the run ended: {status.state}; the ranks' logs are in {short(run.logs)}"
+    return f"job {status.job_id} left the queue before the run finished{why}"
 
 
 OURS = re.compile(rb"\[laststep (\d\d):(\d\d):(\d\d)\] ")
+FAILED = re.compile(OURS.pattern + rb"rank \d+ on \S+ failed:\n")
 BEGINS = re.compile(rb"\[laststep [\d:]+\] attempt begins on (\d+)-(\d\d)-(\d\d): rank ")
 SUBMITITS = re.compile(rb"submitit \w+ \((\d+)-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d+)\) - ")
 STARTS = re.compile(SUBMITITS.pattern + rb"Starting with ")

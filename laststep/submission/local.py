@@ -40,7 +40,7 @@ from laststep.records.metrics import is_step, last_lines
 from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.run_logs import LiveLog
+from laststep.runs.run_logs import LiveLog, print_cause
 from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -279,12 +279,15 @@ def run_local(config: Config, run: RunDir) -> int:
                 _say("killed" if kill else "stopping after this step; press Ctrl-C again to kill")
             time.sleep(POLL_S)
         log.update()
+        error = log.take_error() if ranks.status() == 1 else ""
     if received.count(signal.SIGINT) > 1:
         ranks.record_killed()
         return 130
     status = ranks.status()
     if status in (1, 2):
         _show_failure(ranks.codes(), ranks.logs)
+    if status == 1:
+        print_cause(run, local=True, in_log=error)
     return status
 
 
@@ -374,7 +377,7 @@ def _show_failure(codes: Sequence[int], logs: Sequence[Path]) -> None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"[laststep] {text}", file=sys.stderr, flush=True)
+        say.note(f"[laststep] {text}")
 
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:

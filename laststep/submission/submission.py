@@ -41,15 +41,13 @@ from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders, unanswered, weights_source
 from laststep.runs.run_folders import short, typed
-from laststep.say import command, counted
+from laststep.say import command, counted, note
 from laststep.submission import machine_checks, sbatch
 from laststep.tasks import ready_made
 from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from laststep.submission.local import LocalJob
-
-WIDTH = 80  # of a terminal
 
 # Each room's checks. The first that fails is what the user reads, so the cheap ones come first, and Slurm last.
 NAME_CHECKS = (
@@ -167,6 +165,7 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
     when the configuration cannot work here, or Slurm refuses it; then nothing is left behind.
     """
     config = ready(config, Machine(Way.LOCAL if local else Way.SLURM))
+    note(f"[laststep] {what_trains(config, 'from Python')}")
     with run_folders.created(config) as run:
         if not local:
             (job,) = hand_over(run, config, [ReadyRun(run, config)])
@@ -176,16 +175,12 @@ def submit(config: Config, local: bool = False) -> SlurmJob[dict[str, float]] | 
         return LocalJob(config, run)
 
 
-def what_trains(config: Config, source: str, comment: bool = False) -> str:
-    """The first line of every start: the configuration, the task and the folder of all runs; a line for each where that
-    would be wider than a terminal. `source` is the YAML file as it was typed. `comment`: before YAML."""
+def what_trains(config: Config, source: str | None) -> str:
+    """The first line of every start: the configuration, the task and the folder of all runs. `source` is the YAML file
+    as it was typed."""
     data = f" ({config.model.name} on {config.data.name})" if config.task in READY_MADE else ""
     what = f"script {script.shown(config.script)}" if config.script else f"task {config.task}{data}"
-    parts = [f"config {source}", what, f"runs in {short(Path(config.launch.root))}"]
-    line = ", ".join(parts)
-    if comment or len(line) <= WIDTH:
-        return f"# {line}" if comment else line
-    return "\n".join([parts[0], *(f"       {part}" for part in parts[1:])])
+    return f"config {source or 'none'}, {what}, runs in {short(Path(config.launch.root))}"
 
 
 def show(config: Config, source: str | None = None, here: bool = False) -> int:
@@ -193,7 +188,7 @@ def show(config: Config, source: str | None = None, here: bool = False) -> int:
     exit status. `source`: see `start`."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     if source is not None:
-        print(what_trains(config, source, comment=True))
+        print(f"# {what_trains(config, source)}")
     print(f"# {short(run.config)}\n{config.to_yaml()}")
     if here:
         print(f"# {counted(config.launch.world_size, 'rank')} on this machine")
@@ -218,7 +213,7 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
     if way in (Way.DEBUG, Way.LOCAL):
         from laststep.submission import local  # which takes a while to import, as `follow` does
 
-        print(what, flush=True)
+        note(what, sys.stdout, indent=7)
         if way is Way.DEBUG:
             status = local.run_debug(config)
         else:
@@ -227,17 +222,19 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
             status = local.run_local(config, run)
         if status == 0:
             _print_result(run)
-        elif status == 1:
+        elif status == 1 and way is Way.DEBUG:
             from laststep.runs.run_logs import print_cause
 
-            print_cause(run, local=way is Way.LOCAL)
+            print_cause(run)
         elif status > 128:
-            print(f"[laststep] {_how_far(run)}: {command(f'resume {typed(run)} --{way.value}')}")
+            note(f"[laststep] {_how_far(run)}", sys.stdout)
+            print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
         return status
     from laststep.runs.run_status import StatusReader, may_never_start
 
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
-    print(f"{what}\nrun    {run.name}")
+    note(what, sys.stdout, indent=7)
+    print(f"run    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
     print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
     print(f"folder {short(run.path)}")
@@ -246,7 +243,7 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
     for verb in ("logs -f", "status", "cancel"):
         print(f"next   {command(f'{verb} {name}')}", flush=True)
     if warning := may_never_start(*StatusReader().read([run])):
-        print(f"[laststep] WARNING: {warning}", file=sys.stderr, flush=True)
+        note(f"[laststep] WARNING: {warning}")
     if way is not Way.FOLLOW:
         return 0
     from laststep.runs.run_logs import follow
@@ -266,7 +263,7 @@ def _print_result(run: RunDir) -> None:
 
 
 def _how_far(run: RunDir) -> str:
-    """What is saved of a run that a signal has ended on this machine; ends with "to continue"."""
+    """What is saved of a run that a signal has ended on this machine."""
     from laststep.runs.run_status import records_of
 
     (start,) = read_submissions(run.submissions)[-1:]
@@ -276,10 +273,10 @@ def _how_far(run: RunDir) -> str:
             continue
         if end["reason"] != "lost":
             saved = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
-            return f"stopped after step {done}, {saved}; to continue"
+            return f"stopped after step {done}, {saved}"
         if done == lost:
-            return f"killed after step {done}, before the first checkpoint: nothing is saved; to start again"
+            return f"killed after step {done}, before the first checkpoint: nothing is saved"
         # It may have done steps that no file and no line of the log has.
         saved = f"the newest checkpoint is of step {done - lost}, {counted(lost, 'step')} lost"
-        return f"killed after step {done}: {saved if lost else 'that one is saved'}; to continue"
-    return "ended before its first step; to continue"
+        return f"killed after step {done}: {saved if lost else 'that one is saved'}"
+    return "ended before its first step"

@@ -15,7 +15,7 @@ import pytest
 from laststep.cli import rank
 from laststep.cli.main import main
 from laststep.config.errors import ConfigError
-from tests.support.commands import files, refusal
+from tests.support.commands import Screen, files, launch, refusal
 from tests.support.project import DEADLINE_S, PROJECT
 
 WRONG = [
@@ -112,6 +112,17 @@ def test_resume_without_the_permission_to_write(
     for way in ([], ["--local"]):
         says = refusal(["resume", "mine", *way], capfd, here)
         assert says == f"mine: you may not write to {folder}, so this run cannot continue there"
+
+
+def test_on_a_narrow_terminal(here: Path) -> None:
+    """On a terminal a message is wrapped between words, and the command that it names stays whole; in a pipe it is one
+    line."""
+    (here / "configs").unlink()
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    lines, status = Screen([sys.executable, str(PROJECT / "launch.py"), "--local"], 80, 24, env).left()
+    assert status == 2 and len(lines) > 2 and max(map(len, lines)) <= 80
+    assert sum("launch.py --config mnist --local`" in line for line in lines) == 1
+    assert launch("--local").stderr == " ".join(lines) + "\n"
 
 
 # Found by Python at its start: raises SIGINT in this process when a certain module is first looked for.

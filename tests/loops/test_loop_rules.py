@@ -266,7 +266,7 @@ def test_a_loop_past_run_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             parts.backward(x)
             parts.update()
 
-    assert "returned without a step of run.steps(...)" in ends_with(main, tmp_path)
+    assert "ended without a step of run.steps(...)" in ends_with(main, tmp_path)
     assert len([line for line in said if "WARNING: an optimizer's step() before the loop" in line]) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,28 @@ def test_a_progress_line_fits_the_terminal(columns: int, shown: str) -> None:
     begin = "[laststep 10:00:00] step 1234/5678  "
     lines = list(LogFilter(lambda: columns).pass_on(f"{begin}{whole}\n".encode(), now=100))
     assert lines == [f"{begin}{shown}\n".encode()]
+
+
+ERROR = (
+    b"[laststep 10:00:01] rank 1 on n1 failed:\nTraceback (most recent call last):\n"
+    b'  File "own.py", line 7, in step\n    raise ValueError("bad")\nValueError: bad\n'
+)
+
+
+@pytest.mark.parametrize("columns", [None, lambda: 80])
+def test_the_error_of_the_last_attempt_comes_last(columns: Callable[[], int] | None) -> None:
+    """Below it stand only the commands that go on from it; above it nobody looks. One that a restart follows is shown
+    before what the next attempt prints."""
+    shown = LogFilter(columns)
+    saved, begins = b"[laststep 10:00:02] rank 0 saved step 4 alone\n", b"[laststep 10:00:03] attempt begins on "
+    begins += b"2026-11-25: rank 0 of 2 on n1\n"
+    log = ERROR + saved + begins + ERROR + saved
+    lines = [*shown.pass_on(log[:30], now=100), *shown.pass_on(log[30:], now=101)]
+    assert b"".join(lines) == saved + ERROR + begins + saved
+    assert b"".join(shown.rest()) == ERROR and shown.rest() == []
+    said = b"error: step 5: the loss is not finite\n"
+    lines = [*shown.pass_on(said + saved + said, now=102), b"|", *shown.rest()]
+    assert b"".join(lines) == said + saved + b"|" + said, "one that explains itself in one line"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

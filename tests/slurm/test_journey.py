@@ -54,11 +54,14 @@ INSTALL: Journey = [
     ("laststep init demo && cd demo", Outcome((r"wrote  demo/digits\.py", r"next   laststep --local"))),
     (
         "laststep --local --name first",
-        Outcome((r"every step is saved; to continue: laststep resume first --local",), 130, r"step \d+/630 "),
+        Outcome((r"every step is saved\nnext   laststep resume first --local",), 130, r"step \d+/630 "),
     ),
     ("laststep resume first --local", Outcome((r"resuming after step \d+:", r"finished: .*val_accuracy 0\.9"))),
-    ("laststep evaluate first", Outcome((r"first: step 630, epoch 10: .*accuracy 0\.9\d+ \(as the run itself has",))),
-    ("laststep export first model.safetensors", Outcome((r"model\.safetensors: first, step 630, .* parameters in",))),
+    ("laststep evaluate first", Outcome((r"first: step 630, epoch 10\n  .*accuracy 0\.9\d+ \(as the run itself has",))),
+    (
+        "laststep export first model.safetensors",
+        Outcome((r"model\.safetensors: first, step 630, .*\n.*\n  .* parameters in",)),
+    ),
     ("make train", Outcome(typed=False)),  # it installs into .venv, then types `launch.py --local`
     ("make test", Outcome(typed=False)),  # it runs this test
 ]
