@@ -20,10 +20,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -238,41 +239,24 @@ T = TypeVar("T")
 NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 
 
-class Event(Protocol):
-    """A mark in the queue; torch.cuda.Event is one."""
+class Event:
+    """A mark in the queue. That of a CPU is passed as soon as it is recorded; `CudaEvent` is that of a GPU."""
+
+    _at = 0.0
 
     def record(self) -> None:
         """Put the mark at the end of the queue, and take it from where it was before."""
+        self._at = time.perf_counter()
 
     def query(self) -> bool:
         """Whether the device has passed the mark. Waits for nothing."""
+        return True
 
     def synchronize(self) -> None:
         """Wait until the device has passed the mark."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds of the device's time from this mark to another; it has passed both."""
-
-
-class HostEvent:
-    """A mark that is passed as soon as it is recorded."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self) -> None:
-        """See Event."""
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        """See Event."""
-        return True
-
-    def synchronize(self) -> None:
-        """See Event."""
-
-    def elapsed_time(self, end_event: HostEvent) -> float:
-        """See Event."""
         return 1000 * (end_event._at - self._at)
 
 
@@ -283,7 +267,7 @@ class DeviceQueue:
 
     def event(self) -> Event:
         """A new mark."""
-        return HostEvent()
+        return Event()
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that is queued."""
@@ -334,7 +318,7 @@ class ReadThrough(TorchFunctionMode):
             return func(number)
 
 
-class CudaEvent:
+class CudaEvent(Event):
     """A mark in a stream. Unlike torch's own, it does not hold Python's lock during a query."""
 
     def __init__(self, driver: CudaDriver | None) -> None:
@@ -342,21 +326,17 @@ class CudaEvent:
         self._event, self._driver = torch.cuda.Event(enable_timing=True, blocking=True), driver
 
     def record(self) -> None:
-        """See Event."""
         self._event.record()
 
     def query(self) -> bool:
-        """See Event."""
         handle = self._event.cuda_event  # none before it is first recorded
         passed = self._driver.has_passed(handle) if self._driver is not None and handle else None
         return self._event.query() if passed is None else passed  # torch raises the driver's error, with its name
 
     def synchronize(self) -> None:
-        """See Event."""
         self._event.synchronize()
 
     def elapsed_time(self, end_event: CudaEvent) -> float:
-        """See Event."""
         return self._event.elapsed_time(end_event._event)
 
 
@@ -378,37 +358,28 @@ class CudaQueue(DeviceQueue):
         self._thread = DeviceThread(self.beside)
 
     def event(self) -> Event:
-        """See DeviceQueue."""
         return CudaEvent(self._driver)
 
     def synchronize(self) -> None:
-        """See DeviceQueue."""
         torch.cuda.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """See DeviceQueue."""
         torch.cuda.set_device(self._device)  # each thread has its own, at first the first GPU
-        with self._ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
+        ignoring_captures = self._driver.ignoring_captures if self._driver else contextlib.nullcontext
+        with ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
             yield
 
-    def _ignoring_captures(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._driver is None else self._driver.ignoring_captures()
-
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
-        """See DeviceQueue."""
         return self._thread.ask(work, timeout_s)
 
     def close(self) -> None:
-        """See DeviceQueue."""
         self._thread.close()
 
     def host_buffer(self, count: int) -> Tensor:
-        """See DeviceQueue."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """See DeviceQueue."""
         return tensor.is_cpu
 
 
@@ -429,36 +400,14 @@ START_S = 60.0
 ROUND_S = 0.1  # silence is counted in rounds of this length, so not while the process is suspended
 
 
-class _Call(Generic[T]):
-    """One call, and its outcome."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.done = threading.Event()
-        self._work = work
-        self._result: T | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:
-            self._error = error
-        self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._result)
-
-
 class DeviceThread:
     """A thread that has entered `beside` for good, see `DeviceQueue`. That needs the device, so make it while the
     device is sure to answer. Raises what entering raises, and DeviceSilent."""
 
     def __init__(self, beside: Callable[[], AbstractContextManager[None]]) -> None:
-        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
-        self._turn = threading.Lock()
-        self._stuck: _Call[Any] | None = None  # the call that did not return in time
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._one_at_a_time = threading.Lock()
+        self._stuck: Future[Any] | None = None  # the call that did not return in time
         self._entered = ExitStack()
         self._thread = threading.Thread(target=self._serve, name="beside", daemon=True)
         self._thread.start()
@@ -470,13 +419,14 @@ class DeviceThread:
         returned. Work that was given up may still be done later."""
         if threading.current_thread() is self._thread:
             return work()
-        with self._turn:
-            if self._stuck is not None and not self._stuck.done.is_set():
+        with self._one_at_a_time:
+            if self._stuck is not None and not self._stuck.done():
                 raise self._silence()
-            call, self._stuck = _Call(work), None
-            self._calls.put(call)
+            call: Future[T] = Future()
+            self._stuck = None
+            self._calls.put((call, work))
             for _ in range(round((ANSWER_S if timeout_s is None else timeout_s) / ROUND_S)):
-                if call.done.wait(ROUND_S):
+                if wait([call], ROUND_S).done:
                     return call.result()
             self._stuck = call
             raise self._silence()
@@ -493,9 +443,13 @@ class DeviceThread:
 
     def _serve(self) -> None:
         with self._entered:
-            while (call := self._calls.get()) is not None:
-                call.run()
-                del call  # what it refers to must not live until the next one
+            while (asked := self._calls.get()) is not None:
+                call, work = asked
+                try:
+                    call.set_result(work())
+                except BaseException as error:
+                    call.set_exception(error)
+                del asked, call, work  # what they refer to must not live until the next one
 
 
 # See malloc.h and mallopt(3).
