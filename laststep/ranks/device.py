@@ -1,14 +1,9 @@
 """The device of a rank: choosing it, making its arithmetic reproducible, and reading from it without waiting.
 
-`DeviceQueue`: a GPU does what the CPU queues, in order, but later: the CPU is up to two steps ahead, and the queue may
-stop at a collective that waits for a dead rank. A CPU does its own work at once. Both look alike here, so that no other
-code has to ask which it is.
-
-`DeviceThread` asks the device in a thread of its own, so that a call that does not return blocks nothing else. A CUDA
-stream takes about 1,024 kernels in advance. Once it is full, the next launch waits in C until the device continues, and
-the driver may hold its lock meanwhile: then every other call to it waits, too, from any thread, even one that only asks
-about an event (pytorch issues 110449 and 130844). If the device hangs in a collective that waits for a dead rank, such
-a call never returns.
+A GPU does what the CPU queues, but up to two steps later, and may stop at a collective that waits for a dead rank.
+`DeviceThread` asks it in a thread of its own. Once a CUDA stream's queue of about 1,024 kernels is full, the next
+launch waits in C, and the driver may hold its lock meanwhile: then every other call to it waits too, from any thread,
+even one that only asks about an event (pytorch issues 110449 and 130844).
 """
 
 from __future__ import annotations
@@ -20,10 +15,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,12 +53,22 @@ def set_up_device(config: Config, world: World) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         compiler.draw_from_default_generators()
-        _allow_tf32(config.train.precision == "tf32")
+        with warnings.catch_warnings():
+            # torch 2.9 and later announce that these attributes will be replaced. But after the new ones were set,
+            # torch raises an error where anything reads the old ones, as its own compiler does. The old ones set both.
+            warnings.simplefilter("ignore", UserWarning)
+            torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "tf32"
+            torch.backends.cudnn.allow_tf32 = config.train.precision == "tf32"  # torch's own default is True
         torch.backends.cudnn.benchmark = not config.train.deterministic
     else:
         keep_freed_memory()
     if is_deterministic(config, device):
-        _refuse_other_kernels()
+        compiler.compile_without_timing()
+        # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # an operator without a deterministic kernel raises RuntimeError
+        # By default this also fills each new tensor before it is computed. No result depends on that.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if "OMP_NUM_THREADS" not in os.environ:
         # A sum's last bits depend on the number of threads, so it must be the same in every attempt.
         cores = len(os.sched_getaffinity(0)) // world.local_size
@@ -78,16 +84,6 @@ def is_deterministic(config: Config, device: torch.device) -> bool:
     return config.train.deterministic and device.type == "cuda"
 
 
-def _refuse_other_kernels() -> None:
-    """Let torch use deterministic kernels only. An operator that has none raises RuntimeError."""
-    compiler.compile_without_timing()
-    # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # By default this also fills each new tensor before it is computed. No result depends on that.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def describe_numerics(
     device: torch.device,
     world: World,
@@ -96,10 +92,8 @@ def describe_numerics(
     sharding: str = "none",
     nccl_graph: str | None = None,
 ) -> dict[str, str | int]:
-    """Everything that the last bits of a step depend on: torch, the device and its libraries, threads, and whether the
-    ranks shard the model. On GPUs also how the ranks are spread over nodes, and the graph of the connections between
-    them, along which NCCL adds; not with `at_any_size` (train.shares), where NCCL adds nothing, and where full and
-    hybrid sharding are the same."""
+    """Everything that the last bits of a step depend on. With `at_any_size` (train.shares) neither the layout nor
+    NCCL's graph is part of it, as NCCL adds nothing, and full and hybrid sharding are the same."""
     if at_any_size and sharding != "none":
         sharding = "full or hybrid"
     if device.type != "cuda":
@@ -152,12 +146,10 @@ def choose_backend(config: Config, device: torch.device) -> str:
 
 def gpu_uuid(device: torch.device) -> str:
     """The UUID of a GPU, or of a slice of one (MIG), as `nvidia-smi -L` shows it. Empty for a CPU, or if the
-    driver does not say.
-
-    CUDA_VISIBLE_DEVICES names a slice by its UUID. The UUID that CUDA itself reports may be that of the whole GPU.
-    """
+    driver does not say."""
     if device.type != "cuda":
         return ""
+    # It names a slice by its UUID. The one that CUDA itself reports may be that of the whole GPU.
     asked_for = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[device.index or 0 :][:1]
     if asked_for and asked_for[0].strip().startswith(SLICE):
         return asked_for[0].strip()
@@ -175,17 +167,6 @@ def _check_precision(precision: str, device: torch.device) -> None:
     if lacks_bf16 or (precision == "tf32" and torch.cuda.get_device_capability(device) < FIRST_WITH_TF32):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"train.precision={precision}: {name} has no {precision} arithmetic; use fp16 or fp32")
-
-
-def _allow_tf32(allow: bool) -> None:
-    """Let fp32 products and convolutions round their inputs to TF32, or not. torch's own default is to do so in
-    convolutions only."""
-    with warnings.catch_warnings():
-        # torch 2.9 and later announce that these attributes will be replaced. But after the new ones were set, torch
-        # raises an error where anything reads the old ones, as its own compiler does. The old ones set both.
-        warnings.simplefilter("ignore", UserWarning)
-        torch.backends.cuda.matmul.allow_tf32 = allow
-        torch.backends.cudnn.allow_tf32 = allow
 
 
 def _choose_device(config: Config, world: World) -> torch.device:
@@ -215,8 +196,7 @@ def _choose_device(config: Config, world: World) -> torch.device:
 
 
 def start_copy_to_host(scalars: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Start copying scalars on one device to the CPU. Returns a function that waits for the copy and returns their
-    values."""
+    """Start copying scalars on one device to the CPU. Returns a function that waits for their values."""
     if not scalars or scalars[0].device.type != "cuda":  # one by one: in a tenth of the time of a stack of them
         values_now = [float(scalar) for scalar in scalars]
         return lambda: values_now
@@ -238,41 +218,24 @@ T = TypeVar("T")
 NUMBERS: set[Any] = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 
 
-class Event(Protocol):
-    """A mark in the queue; torch.cuda.Event is one."""
+class Event:
+    """A mark in the queue. That of a CPU is passed as soon as it is recorded; `CudaEvent` is that of a GPU."""
+
+    _at = 0.0
 
     def record(self) -> None:
         """Put the mark at the end of the queue, and take it from where it was before."""
+        self._at = time.perf_counter()
 
     def query(self) -> bool:
         """Whether the device has passed the mark. Waits for nothing."""
+        return True
 
     def synchronize(self) -> None:
         """Wait until the device has passed the mark."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds of the device's time from this mark to another; it has passed both."""
-
-
-class HostEvent:
-    """A mark that is passed as soon as it is recorded."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self) -> None:
-        """See Event."""
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        """See Event."""
-        return True
-
-    def synchronize(self) -> None:
-        """See Event."""
-
-    def elapsed_time(self, end_event: HostEvent) -> float:
-        """See Event."""
         return 1000 * (end_event._at - self._at)
 
 
@@ -283,7 +246,7 @@ class DeviceQueue:
 
     def event(self) -> Event:
         """A new mark."""
-        return HostEvent()
+        return Event()
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that is queued."""
@@ -334,7 +297,7 @@ class ReadThrough(TorchFunctionMode):
             return func(number)
 
 
-class CudaEvent:
+class CudaEvent(Event):
     """A mark in a stream. Unlike torch's own, it does not hold Python's lock during a query."""
 
     def __init__(self, driver: CudaDriver | None) -> None:
@@ -342,21 +305,17 @@ class CudaEvent:
         self._event, self._driver = torch.cuda.Event(enable_timing=True, blocking=True), driver
 
     def record(self) -> None:
-        """See Event."""
         self._event.record()
 
     def query(self) -> bool:
-        """See Event."""
         handle = self._event.cuda_event  # none before it is first recorded
         passed = self._driver.has_passed(handle) if self._driver is not None and handle else None
         return self._event.query() if passed is None else passed  # torch raises the driver's error, with its name
 
     def synchronize(self) -> None:
-        """See Event."""
         self._event.synchronize()
 
     def elapsed_time(self, end_event: CudaEvent) -> float:
-        """See Event."""
         return self._event.elapsed_time(end_event._event)
 
 
@@ -378,37 +337,28 @@ class CudaQueue(DeviceQueue):
         self._thread = DeviceThread(self.beside)
 
     def event(self) -> Event:
-        """See DeviceQueue."""
         return CudaEvent(self._driver)
 
     def synchronize(self) -> None:
-        """See DeviceQueue."""
         torch.cuda.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """See DeviceQueue."""
         torch.cuda.set_device(self._device)  # each thread has its own, at first the first GPU
-        with self._ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
+        ignoring_captures = self._driver.ignoring_captures if self._driver else contextlib.nullcontext
+        with ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
             yield
 
-    def _ignoring_captures(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._driver is None else self._driver.ignoring_captures()
-
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
-        """See DeviceQueue."""
         return self._thread.ask(work, timeout_s)
 
     def close(self) -> None:
-        """See DeviceQueue."""
         self._thread.close()
 
     def host_buffer(self, count: int) -> Tensor:
-        """See DeviceQueue."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """See DeviceQueue."""
         return tensor.is_cpu
 
 
@@ -429,36 +379,14 @@ START_S = 60.0
 ROUND_S = 0.1  # silence is counted in rounds of this length, so not while the process is suspended
 
 
-class _Call(Generic[T]):
-    """One call, and its outcome."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.done = threading.Event()
-        self._work = work
-        self._result: T | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:
-            self._error = error
-        self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._result)
-
-
 class DeviceThread:
-    """A thread that has entered `beside` for good, see `DeviceQueue`. That needs the device, so make it while the
-    device is sure to answer. Raises what entering raises, and DeviceSilent."""
+    """A thread that has entered `beside` for good, see `DeviceQueue`, made while the device is sure to answer. Raises
+    what entering raises, and DeviceSilent."""
 
     def __init__(self, beside: Callable[[], AbstractContextManager[None]]) -> None:
-        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
-        self._turn = threading.Lock()
-        self._stuck: _Call[Any] | None = None  # the call that did not return in time
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._one_at_a_time = threading.Lock()
+        self._stuck: Future[Any] | None = None  # the call that did not return in time
         self._entered = ExitStack()
         self._thread = threading.Thread(target=self._serve, name="beside", daemon=True)
         self._thread.start()
@@ -470,13 +398,14 @@ class DeviceThread:
         returned. Work that was given up may still be done later."""
         if threading.current_thread() is self._thread:
             return work()
-        with self._turn:
-            if self._stuck is not None and not self._stuck.done.is_set():
+        with self._one_at_a_time:
+            if self._stuck is not None and not self._stuck.done():
                 raise self._silence()
-            call, self._stuck = _Call(work), None
-            self._calls.put(call)
+            call: Future[T] = Future()
+            self._stuck = None
+            self._calls.put((call, work))
             for _ in range(round((ANSWER_S if timeout_s is None else timeout_s) / ROUND_S)):
-                if call.done.wait(ROUND_S):
+                if wait([call], ROUND_S).done:
                     return call.result()
             self._stuck = call
             raise self._silence()
@@ -493,9 +422,13 @@ class DeviceThread:
 
     def _serve(self) -> None:
         with self._entered:
-            while (call := self._calls.get()) is not None:
-                call.run()
-                del call  # what it refers to must not live until the next one
+            while (asked := self._calls.get()) is not None:
+                call, work = asked
+                try:
+                    call.set_result(work())
+                except BaseException as error:
+                    call.set_exception(error)
+                del asked, call, work  # what they refer to must not live until the next one
 
 
 # See malloc.h and mallopt(3).
@@ -505,11 +438,8 @@ LARGEST = 32 << 20  # bytes of a block that is kept; gaps left by larger ones wo
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep memory that is freed, since the next step will need as much.
-
-    By default it gives large blocks back to the kernel. Then each step takes them anew, page by page, which can take a
-    noticeable part of its time. A user who has chosen how to allocate memory keeps that. Without glibc nothing happens.
-    """
+    """Have glibc keep large blocks that are freed, or each step would take its memory anew, page by page. A user who
+    has chosen how to allocate memory keeps that."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,22 +1,17 @@
 """The run folder on a shared disk, as the processes of a run have to use it: with patience, anew, and one at a time.
 
-`Patience` tries again what a disk refuses: an error that passes says nothing about what is there. A network file system
-answers with ESTALE, EIO or ENOSPC while a server fails over, a quota is raised or a mount comes back. So what an
-attempt needs to begin and to end is tried until it succeeds or the patience ends. Each such work must leave the same
-behind however often it is done, also after it was done and reported as failed.
+`Patience` tries again what a disk refuses: an error that passes (ESTALE, EIO, ENOSPC while a server fails over) says
+nothing about what is there. Each such work must leave the same behind however often it is done.
 
 `look_anew` and `FreshView` see what another host has changed. An NFS client remembers for up to a minute which names a
-folder has, that a name does not exist, and how long a file is (nfs(5): acdirmax, lookupcache). But a client that itself
-changes a folder gets the folder's new attributes with the answer, sees that others have changed it too, and forgets
-what it remembered of it. Files need no such care: opening one shows what was closed before. On a coherent file system
-(Lustre, GPFS, a local disk) it costs two operations and changes nothing.
+folder has, that a name does not exist, and how long a file is (nfs(5): acdirmax, lookupcache), until it changes the
+folder itself. Files need no such care: opening one shows what was closed before.
 
-`acquire_run_lock`: only one attempt at a time may use the folder. Two would corrupt its metrics and checkpoints. Rank 0
-holds a lock (flock) on a file for as long as it lives, and signs the file for its attempt. Where the file system has no
-locks, the signature is all there is. Any other error of the disk is waited for and then reported: it means neither that
-the lock is free nor that none is needed. Once rank 0 is dead the lock is free, but its survivors may be saving the last
-step. Any of them may, as long as no other attempt has signed the file. So an attempt that begins first looks whether
-the one that has signed may still save (`Before`).
+`acquire_run_lock`: only one attempt at a time may use the folder. Rank 0 holds a lock (flock) on a file for as long as
+it lives, and signs it for its attempt; where the file system has no locks, the signature is all there is. Any other
+error is waited for and then reported: it means neither that the lock is free nor that none is needed. Once rank 0 is
+dead the lock is free, but any survivor may save the last step as long as no other attempt has signed. So an attempt
+that begins first looks whether the one that has signed may still save (`Before`).
 """
 
 from __future__ import annotations
@@ -76,29 +71,24 @@ class Patience:
 NO_PATIENCE = Patience(0.0, lambda text: None)
 
 
-# How often ranks look when they wait for each other through files.
-ROUND_S_PER_RANK = 0.001
+# How often each of several ranks looks at files, and refreshes its view of a folder: more seldom where they are many,
+# which would overload the file system.
+S_PER_RANK = 0.001
 SHORTEST_ROUND_S = 0.025
+SHORTEST_PERIOD_S = 0.1
+MARK = ".look-"  # how the name of the folder begins that `look_anew` makes and removes
 
 
 def polling_round_s(ranks: int) -> float:
-    """Seconds between two looks of each of these ranks: longer for many, which would overload the file system."""
-    return max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * ranks)
-
-
-MARK = ".look-"  # how the name of the folder begins that `look_anew` makes and removes
-# How often a process that polls refreshes its view: at most once in this time for each rank of the attempt, so that
-# many ranks do not overload the file system, and once in the shortest.
-PERIOD_S_PER_RANK = 0.001
-SHORTEST_PERIOD_S = 0.1
+    """Seconds between two looks of each of these ranks, when they wait for each other through files."""
+    return max(SHORTEST_ROUND_S, S_PER_RANK * ranks)
 
 
 def look_anew(folder: Path) -> None:
     """See what other hosts have changed in a folder: from now on its names are those of the server.
 
-    Makes and removes a folder in it, `.look-HOST`. A killed process may leave it there; the next look removes it. Where
-    that is refused, nothing happens. If the folder itself is not there, it may have appeared elsewhere: then the folder
-    above is refreshed.
+    Makes and removes a folder in it, `.look-HOST`; where that is refused, nothing happens. A folder that is not there
+    may have appeared elsewhere: then the one above is refreshed.
     """
     own = folder / f"{MARK}{hostname()}"
     try:
@@ -115,12 +105,11 @@ def look_anew(folder: Path) -> None:
 
 
 class FreshView:
-    """A view of folders that a process polls: refreshed often enough, and not too often for the file system."""
+    """A view of folders that `ranks` processes poll: refreshed often enough, and not too often for the file system."""
 
     def __init__(self, ranks: int, *folders: Path) -> None:
-        """`ranks`: how many may poll at the same time."""
         self._folders = folders
-        self._period_s = max(SHORTEST_PERIOD_S, PERIOD_S_PER_RANK * ranks)
+        self._period_s = max(SHORTEST_PERIOD_S, S_PER_RANK * ranks)
         self._next = 0.0
 
     def refresh(self) -> None:
@@ -171,7 +160,7 @@ class _Found(enum.Enum):
 
 
 class _LockFile:
-    """The open file. Insists for some seconds on what the disk refuses, and then raises DiskError."""
+    """The open file. Insists for `patience_s` on what the disk refuses, and then raises DiskError."""
 
     def __init__(self, path: Path, patience_s: float) -> None:
         self.path, self._patience_s = path, patience_s
@@ -179,7 +168,19 @@ class _LockFile:
 
     def lock(self, kind: int) -> _Found:
         """Lock it for as long as it is open, shared or exclusively, if no other process has locked it."""
-        return self._insist(lambda: _lock(self._descriptor, kind))
+
+        def lock() -> _Found:
+            try:
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _Found.HELD
+            except OSError as error:
+                if error.errno in NO_LOCKS:
+                    return _Found.NO_LOCKS
+                raise
+            return _Found.LOCKED
+
+        return self._insist(lock)
 
     def unlock(self) -> None:
         """The opposite."""
@@ -280,7 +281,7 @@ def _try(file: _LockFile, ours: str, before: Before) -> _Obstacle | None:
 
 def _refusal(path: Path, world: World, signed: str) -> Exception:
     """Another attempt does not release the run."""
-    if world.on_slurm and signed.startswith(f"job {world.job_id}, "):  # Slurm has ended it, so it cannot live
+    if world.on_slurm and signed_by_job(signed, world):  # Slurm has ended it, so it cannot live
         return DiskError(
             f"{path}: still locked by an earlier start of this job ({signed}): a network file system may keep the lock "
             f"of a dead node; if no process of that start is left, delete this file"
@@ -327,7 +328,7 @@ def lock_signature(world: World) -> str:
 
 
 def signed_by_job(signed: str, world: World) -> bool:
-    """Whether a signature was written by any attempt of this job, the current start or an earlier one."""
+    """Whether a signature was written by any attempt of this job."""
     return signed.startswith(f"job {world.job_id}, ")
 
 
@@ -352,10 +353,7 @@ def lock_holder(path: Path) -> str | None:
 @contextlib.contextmanager
 def no_start(path: Path, before: Before | None = None) -> Iterator[str | None]:
     """Give the signature of the attempt that holds the lock. If none does, none can take it inside the `with`, unless
-    the file system has no locks.
-
-    The lock is shared, as in `lock_holder`: a look at the run is not mistaken for an attempt. Raises DiskError
-    when the disk refuses for LOCK_LOOK_S.
+    the file system has no locks. Shared: a look is not mistaken for an attempt. Raises DiskError after LOCK_LOOK_S.
     """
     file = _LockFile(path, LOCK_LOOK_S)
     try:
@@ -365,15 +363,3 @@ def no_start(path: Path, before: Before | None = None) -> Iterator[str | None]:
         yield signed if held else None
     finally:
         file.close()
-
-
-def _lock(descriptor: int, kind: int) -> _Found:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _Found.HELD
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            return _Found.NO_LOCKS
-        raise
-    return _Found.LOCKED

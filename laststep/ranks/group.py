@@ -1,16 +1,9 @@
 """Group: the ranks of one attempt; how they meet, and the collectives that they run together.
 
-    join                   sets up the device, connects to rank 0's store and registers this rank there
-    Group.connect          waits for all ranks, checks that they fit, and sets up collectives
-    tree_sum, TreeHook     sums over the ranks in one fixed order, for `train.shares`
-    make_mesh              the mesh that FSDP2 shards over
-    lend_group             the process group as a user's script finds it: initialised, and not the script's to destroy
-    is_peer_loss           tells the loss of a peer from a rank's own errors: then the peer's, if it had one, matters
-
 The tree sum over the ranks continues that over a rank's shares. Each rank has 2^k neighbouring shares, so its own sum
 is a node of the tree. The result therefore depends neither on the number of ranks nor on the choices of gloo or NCCL,
 which here move data but never add: an all-to-all brings the same chunk of all ranks to one of them, which adds these
-pieces, and an all-gather brings the sums to all. That sends as many bytes as a ring all-reduce. gloo's all-gather would
+pieces, and an all-gather brings the sums to all, as many bytes as a ring all-reduce sends. gloo's all-gather would
 collect into new memory and copy from there, so with gloo each rank broadcasts its chunk instead.
 """
 
@@ -176,7 +169,7 @@ class Group:
 
     def _wait_for_all_ranks(self, timeout: timedelta) -> list[Registration]:
         """What each rank registered, in rank order. Raises MeetingError, which names the ranks that are missing."""
-        keys = [registration_key(rank) for rank in range(self.world.size)]
+        keys = [f"met/{rank}" for rank in range(self.world.size)]
         second_client = self.store.clone()  # a client serves one caller at a time
 
         def missing() -> str:
@@ -205,8 +198,8 @@ class Group:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, on every rank, added in rank order. A collective.
 
-        An all-reduce may add in an order that depends on an element's place in the buffer. Then the last bits of a
-        metric would depend on how many steps were reduced together; here they do not.
+        An all-reduce may add in an order that depends on an element's place in the buffer, and so on how many steps
+        were reduced together.
         """
         return reduce(torch.add, self.gather(tensor))
 
@@ -274,10 +267,8 @@ class Group:
             self.barrier(timeout_s=24 * 3600)
 
     def close(self) -> None:
-        """Disconnect once every rank has finished its last collective; wait only CLOSE_S, as a rank may be dead.
-
-        A rank that disconnected earlier could cut off a peer that is still reading from it.
-        """
+        """Disconnect once every rank has finished its last collective, or a peer that still reads would be cut off;
+        wait only CLOSE_S, as a rank may be dead."""
         with contextlib.suppress(dist.DistError):
             self._barrier("closing", timedelta(seconds=CLOSE_S))
         if dist.is_initialized():
@@ -320,11 +311,6 @@ def meeting_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=max(MEETING_S, timeout_s))
 
 
-def registration_key(rank: int) -> str:
-    """The key under which a rank registers."""
-    return f"met/{rank}"
-
-
 def join(config: Config, world: World, address_file: Path, timeout_s: float) -> Group:
     """The group that this rank now belongs to; call `Group.connect` next. Raises as `register_rank` does."""
     device = set_up_device(config, world)
@@ -345,19 +331,24 @@ def register_rank(
     `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
 
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
-    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes the free port that it took and
-    every address of its host. The default is env:// where both variables are set, else file:// with `address_file`,
-    which belongs to this attempt alone. Beside it, and so on a disk that all ranks share, rank 0 leaves the secret of
-    the attempt's seal.
+    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes its port and every address of its
+    host. The default is env:// where both variables are set, else file:// with `address_file`, which belongs to this
+    attempt alone and lies on a disk that all ranks share.
 
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
     another job or another process with the same rank is there.
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
-    _raise_open_files_limit()
-    _shorten_name_lookups()
-    seal, secret = Seal(), secret_file(address_file)
+    # Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 files
+    # would be too low for 150 ranks.
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    # Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
+    # all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    # Rank 0 leaves the secret of the attempt's seal there until all ranks have read it.
+    seal, secret = Seal(), address_file.with_suffix(".key")
     timeout = meeting_timeout(timeout_s)
     if world.rank == 0:
         Patience(PUBLISH_S, say).insist(lambda: seal.save(secret))
@@ -386,7 +377,7 @@ def register_rank(
         if world.rank:
             seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
         mine, store = json.dumps(me), SealedStore(met.store, seal)
-        if (first := store.compare_set(registration_key(world.rank), "", mine).decode()) != mine:
+        if (first := store.compare_set(f"met/{world.rank}", "", mine).decode()) != mine:
             places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
             raise ConfigError(
                 f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
@@ -395,11 +386,6 @@ def register_rank(
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {first_line(error)}") from error
     files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
     return Group(world, met.store, device, backend, met.address, seal, files)
-
-
-def secret_file(address_file: Path) -> Path:
-    """Where rank 0 leaves the secret of the attempt's seal until all ranks have read it."""
-    return address_file.with_suffix(".key")
 
 
 def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:
@@ -417,25 +403,6 @@ def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -
     return seal
 
 
-def _raise_open_files_limit() -> None:
-    """Allow as many open files as the system does.
-
-    Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 would
-    be too low for 150 ranks.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _shorten_name_lookups() -> None:
-    """Limit each name server query to 1 s.
-
-    Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
-    all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")
-
-
 def tree_sum(rows: Tensor) -> Tensor:
     """The sum over the first dimension, in a fixed order; overwrites `rows`.
 
@@ -450,41 +417,27 @@ def tree_sum(rows: Tensor) -> Tensor:
     return total
 
 
-class ScatteredSum:
-    """A sum over the ranks of a group under way, of which each rank gets one chunk. The first half of an all-reduce."""
-
-    def __init__(
-        self, flat: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
-        """Start it. `flat` has one dimension; its length is a multiple of `size`, the number of ranks. `received` is
-        memory of the same shape to use."""
-        self._received = torch.empty_like(flat) if received is None else received
-        self._size = size
-        self._work = dist.all_to_all_single(self._received, flat, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """This rank's chunk of the sum. With NCCL only the current stream waits."""
-        self._work.wait()
-        return tree_sum(self._received.view(self._size, -1))
-
-
 class BucketSum:
     """The sum of one of DDP's buckets over the ranks of a group, in the bucket's own memory."""
 
     def __init__(
         self, buffer: Tensor, size: int, received: Tensor | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._buffer, self._group = buffer, group
+        """Start the first half: each of the `size` ranks gets one chunk. `received` is memory to use, of the buffer's
+        length rounded up to a multiple of `size`."""
+        self._buffer, self._size, self._group = buffer, size, group
         missing = -len(buffer) % size
         self._whole = torch.nn.functional.pad(buffer, (0, missing)) if missing else buffer
-        self._scattered = ScatteredSum(self._whole, size, received, group)
+        self._received = torch.empty_like(self._whole) if received is None else received
+        self._scattering = dist.all_to_all_single(self._received, self._whole, group=group, async_op=True)
         self._gathering: list[dist.Work] = []
 
     def gather(self) -> None:
         """The second half: start to collect the chunks."""
         if self._gathering:
             return
-        chunk, group = self._scattered.wait(), self._group
+        self._scattering.wait()  # with NCCL only the current stream waits
+        chunk, group = tree_sum(self._received.view(self._size, -1)), self._group
         if self._whole.is_cuda:
             self._gathering = [compat.all_gather_single(self._whole, chunk, group=group, async_op=True)]
             return
@@ -584,9 +537,8 @@ def _group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def lend_group(group: Group) -> Callable[[], None]:
-    """From now on `init_process_group` joins the process group that exists, and `destroy_process_group` leaves the
-    default one alone: Laststep still needs it when the script is done. What other groups do may take as long as what
-    this one does. Call what this returns to undo that.
+    """From now on `init_process_group` joins the process group that exists, `destroy_process_group` leaves the default
+    one alone, and other groups have its timeouts. Call what this returns to undo that.
 
     A module that has imported the two functions before by their names keeps torch's own.
     """
@@ -602,13 +554,10 @@ def lend_group(group: Group) -> Callable[[], None]:
         if group is not None and group is not dist.group.WORLD:
             destroy(group)
 
-    undo, undo_timeouts = replace_group_functions(join, leave), replace_default_timeouts(COLLECTIVE)
-
-    def undo_all() -> None:
-        undo()
-        undo_timeouts()
-
-    return undo_all
+    undo = contextlib.ExitStack()
+    undo.callback(replace_default_timeouts(COLLECTIVE))
+    undo.callback(replace_group_functions(join, leave))
+    return undo.close
 
 
 def _check(group: Group, given: dict[str, Any]) -> None:
@@ -650,11 +599,8 @@ def is_peer_loss(error: Exception) -> bool:
 
 
 def skewed_clocks(hosts: Sequence[str], registered_at: Sequence[float], now: float) -> list[str]:
-    """One line for each host whose clock differs too much from that of rank 0's host.
-
-    Each rank notes the time when it registers at rank 0's store. Rank 0 did so first, and it is `now` there once it
-    has read all of them. So a time outside of these two shows at least by how much a clock is wrong.
-    """
+    """One line for each host whose clock differs too much from that of rank 0's host: all ranks have registered
+    between rank 0, which was the first, and `now`, when it has read them all."""
     lines = {}
     for host, at in zip(hosts, registered_at):
         skew_s = min(0.0, at - registered_at[0]) + max(0.0, at - now)

@@ -39,128 +39,133 @@ BATCH_HOST = "LASTSTEP_BATCH_HOST"
 UNDECIDED = "LASTSTEP_UNDECIDED"
 
 
-class Row(NamedTuple):
+Env = Mapping[str, str]
+
+
+class Launcher(NamedTuple):
     """A launcher that sets environment variables in each rank; here are their names."""
 
     name: str
     marks: tuple[str, ...]  # with which a process knows that this launcher started it
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
+    place: tuple[str, ...]  # rank, size, local rank, local size
     job: tuple[str, ...]  # name this use of the launcher, the same in all ranks
-    node: str = ""  # empty, as `nodes`: see `_by_row`
+    node: str = ""  # empty, as `nodes`: see `_world_by`
     nodes: str = ""
     restart: str = ""  # how often the launcher itself has started all ranks again
     most_restarts: str = ""
-    defaults: Mapping[str, str] = {}  # of a variable that may be missing: the one whose value it then has
 
 
-SPAWN = Row(  # our own: `python -m laststep --spawn N`, see laststep.submission.local
-    name="spawn",
-    marks=("LASTSTEP_RANK",),
-    rank="LASTSTEP_RANK",
-    size="LASTSTEP_WORLD_SIZE",
-    local_rank="LASTSTEP_RANK",
-    local_size="LASTSTEP_WORLD_SIZE",
-    job=("LASTSTEP_JOB",),
-)
-RAY = Row(  # Ray Train, see laststep.frameworks.ray: in each of its workers, which Ray itself starts again
-    name="ray",
-    marks=("LASTSTEP_RAY_RANK",),
-    rank="LASTSTEP_RAY_RANK",
-    size="LASTSTEP_RAY_WORLD_SIZE",
-    local_rank="LASTSTEP_RAY_LOCAL_RANK",
-    local_size="LASTSTEP_RAY_LOCAL_WORLD_SIZE",
-    job=("LASTSTEP_RAY_JOB",),
+def _like_torchrun(prefix: str = "") -> tuple[str, ...]:
+    return tuple(f"{prefix}{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+# Our own: `python -m laststep --spawn N`, see laststep.submission.local.
+SPAWN = Launcher("spawn", ("LASTSTEP_RANK",), ("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE") * 2, ("LASTSTEP_JOB",))
+RAY = Launcher(  # Ray Train, see laststep.frameworks.ray: in each of its workers, which Ray itself starts again
+    "ray",
+    ("LASTSTEP_RAY_RANK",),
+    _like_torchrun("LASTSTEP_RAY_"),
+    ("LASTSTEP_RAY_JOB",),
     node="LASTSTEP_RAY_NODE_RANK",
     restart="LASTSTEP_RAY_RESTARTS",
 )
-TORCHRUN = Row(  # torch.distributed.elastic
-    name="torchrun",
-    marks=("TORCHELASTIC_RUN_ID",),
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    job=("TORCHELASTIC_RUN_ID",),
+TORCHRUN = Launcher(  # torch.distributed.elastic
+    "torchrun",
+    ("TORCHELASTIC_RUN_ID",),
+    _like_torchrun(),
+    ("TORCHELASTIC_RUN_ID",),
     node="GROUP_RANK",
     nodes="GROUP_WORLD_SIZE",
     restart="TORCHELASTIC_RESTART_COUNT",
     most_restarts="TORCHELASTIC_MAX_RESTARTS",
 )
-MPIRUN = Row(  # Open MPI's. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables
-    name="mpirun",
-    marks=("OMPI_COMM_WORLD_RANK",),
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    job=("PMIX_NAMESPACE",),
+MPIRUN = Launcher(  # Open MPI's. In a Slurm job it runs a daemon on each node; the ranks inherit its SLURM_ variables
+    "mpirun",
+    ("OMPI_COMM_WORLD_RANK",),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMIX_NAMESPACE",),
 )
-TORCH_VARIABLES = Row(  # anything else that sets torch's own (init_method env://), such as operators of Kubernetes
-    name="env",
-    marks=("RANK", "WORLD_SIZE"),
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    job=("MASTER_ADDR", "MASTER_PORT"),
-    defaults={"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"},
-)
+# Anything else that sets torch's own variables (init_method env://), such as operators of Kubernetes.
+TORCH_VARIABLES = Launcher("env", ("RANK", "WORLD_SIZE"), _like_torchrun(), ("MASTER_ADDR", "MASTER_PORT"))
 
 
-class Launcher(NamedTuple):
-    """One way of starting ranks."""
+def detect_world() -> World:
+    """This process's place among the ranks, from its environment; without a launcher, a world of one rank.
 
-    name: str
-    started: Callable[[Env], bool]  # whether it started the process that has this environment
-    world: Callable[[Env], World]  # the process's place; raises ConfigError: a variable is missing or not a number
+    Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
+    """
+    forget_exported()
+    env = os.environ
+    if het_size := env.get("SLURM_HET_SIZE"):
+        raise ConfigError(f"SLURM_HET_SIZE={het_size}: a run cannot be a heterogeneous job; all its nodes are alike")
+    # The innermost first: each of these may itself have been started by any that follows it.
+    if inner := next((one for one in (SPAWN, RAY, TORCHRUN, MPIRUN) if _has_started(one, env)), None):
+        world = _world_by(inner, env)
+    elif job := _submitit_job():
+        world = _submitit_world(job, env)
+    elif slurm_step(env) is not None:  # SLURM_PROCID is set in the script of an sbatch too
+        world = _srun_world(env)
+    elif _has_started(TORCH_VARIABLES, env):
+        defaults = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
+        world = _world_by(TORCH_VARIABLES, {**defaults, **env})
+    else:  # plain python
+        started = f"{STARTED}-{os.getpid()}"
+        world = _world(env, "python", started, rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1)
+    if world.rank >= world.size:
+        raise ConfigError(f"{world.launcher} says rank {world.rank} of {world.size}: ranks count from 0")
+    _check_agreement(world, env)
+    return world
 
 
-def _by_row(row: Row) -> Launcher:
-    """A launcher of the table."""
+def _has_started(launcher: Launcher, env: Env) -> bool:
+    return all(name in env for name in launcher.marks)
 
-    def world(env: Env) -> World:
-        env = {**{name: env[other] for name, other in row.defaults.items() if other in env}, **env}
-        variables = (row.rank, row.size, row.local_rank)
-        rank, size, local_rank = (read_int(env, name) for name in variables)
-        local_size = read_int(env, row.local_size)
+
+def _world_by(launcher: Launcher, env: Env) -> World:
+    """The world as this launcher's variables describe it."""
+    rank, size, local_rank, local_size = (read_int(env, name) for name in launcher.place)
+    restart = read_int(env, launcher.restart) if launcher.restart else 0
+    job = "-".join(env.get(name, "") for name in launcher.job) or "unnamed"
+    world = _world(
+        env,
+        launcher.name,
+        # torchrun's is a UUID unless --rdzv-id names it; its first part is unique enough.
+        re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", job),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
         # Where a launcher does not number or count the nodes. This is right when every node has the same number of
         # ranks and they are filled one after the other. The ranks exchange their real hosts when they meet.
-        node = read_int(env, row.node) if row.node else (rank - local_rank) // local_size
-        nodes = read_int(env, row.nodes) if row.nodes else -(-size // local_size)
-        restart = read_int(env, row.restart) if row.restart else 0
-        job = "-".join(env.get(name, "") for name in row.job) or "unnamed"
-        # torchrun's is a UUID unless --rdzv-id names it; its first part is unique enough.
-        job = re.sub(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", r"\1", job)
-        hosts = (hostname(),) * size if row is SPAWN else None
-        place = Place(rank, size, local_rank, local_size, node, nodes, hosts)
-        built = _build_world(env, row.name, job, place, variables, restart)
-        return replace(built, launcher_restarts=bool(row.most_restarts) and restart < read_int(env, row.most_restarts))
-
-    return Launcher(row.name, lambda env: all(name in env for name in row.marks), world)
+        node=read_int(env, launcher.node) if launcher.node else (rank - local_rank) // local_size,
+        nodes=read_int(env, launcher.nodes) if launcher.nodes else -(-size // local_size),
+        hosts=(hostname(),) * size if launcher is SPAWN else None,
+        variables=launcher.place[:3],
+        restart=restart,
+    )
+    most = read_int(env, launcher.most_restarts) if launcher.most_restarts else 0
+    return replace(world, launcher_restarts=restart < most)
 
 
-class Place(NamedTuple):
-    """A process among the ranks, as `World` has it."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-    hosts: tuple[str, ...] | None = None  # None: the launcher does not say
-
-
-def _build_world(
-    env: Env, launcher: str, job: str, place: Place, variables: tuple[str, ...] = (), restart: int = 0
+def _world(
+    env: Env,
+    launcher: str,
+    job: str,
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    node: int,
+    nodes: int,
+    hosts: tuple[str, ...] | None = None,
+    variables: tuple[str, ...] = (),
+    restart: int = 0,
 ) -> World:
     """What all launchers but submitit have in common.
 
-    `job` names this use of the launcher, the same in all ranks; `variables` hold rank, size and local rank; `restart`
-    is how often the launcher itself has started all ranks again.
+    `job` names this use of the launcher, the same in all ranks. `hosts` is None if the launcher does not say.
+    `variables` hold rank, size and local rank. `restart`: how often the launcher itself has started all ranks again.
     """
     job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{launcher}-{job}")
     launch = f"{job}-{restart}"
@@ -170,15 +175,14 @@ def _build_world(
     step_id = restarts_in_place(env)
     if step_id:  # a launcher may give all its starts in one allocation the same name
         launch = f"{launch}-{step_id}"
-    hosts = place.hosts or ("",) * place.size
     return World(
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        node=place.node,
-        nodes=place.nodes,
-        hosts=tuple(hostname() if other == place.rank else host for other, host in enumerate(hosts)),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        hosts=tuple(hostname() if other == rank else host for other, host in enumerate(hosts or ("",) * size)),
         job_id=job,
         restart=restart,
         attempt=f"{job}-{restart}-{launch}" if on_slurm else launch,
@@ -190,23 +194,22 @@ def _build_world(
     )
 
 
-def _submitit_started(env: Env) -> bool:
-    try:
-        return bool(JobEnvironment())
-    except RuntimeError:  # not in a submitit job
-        return False
+def _submitit_job() -> JobEnvironment | None:
+    """The job of submitit's that started this process: of its Slurm, local and debug executors, and of our own local
+    launcher, which sets the local one's variables."""
+    with contextlib.suppress(RuntimeError):  # there is none
+        return JobEnvironment()
+    return None
 
 
-def _submitit_world(env: Env) -> World:
-    """submitit's Slurm, local and debug executors, and our own local launcher, which sets the local one's variables."""
-    job = JobEnvironment()
+def _submitit_world(job: JobEnvironment, env: Env) -> World:
     on_slurm = job.name() == "slurm"
-    restart = slurm_job(env)[1] if on_slurm else 0
     try:
         rank, size, local_rank = job.global_rank, job.num_tasks, job.local_rank
         node, nodes = job.node, job.num_nodes
     except ValueError as error:
         raise ConfigError(f"submitit-{job.name()} set a variable that should be a number: {error}") from None
+    restart = slurm_job(env)[1] if on_slurm else 0
     step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
     hosts = job.hostnames
     if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
@@ -238,51 +241,29 @@ def _srun_world(env: Env) -> World:
     """Slurm's srun, within sbatch or salloc."""
     variables = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     rank, size, local_rank = (read_int(env, name) for name in variables)
-    node, tasks_per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
-    if node >= len(tasks_per_node):
+    node, per_node = read_int(env, "SLURM_NODEID"), step_tasks_per_node(env)
+    if node >= len(per_node):
         text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: srun should have set it for each node")
-    hosts = step_task_hosts(env, tasks_per_node)
-    place = Place(rank, size, local_rank, tasks_per_node[node], node, len(tasks_per_node), hosts)
-    world = _build_world(env, "srun", f"step{env['SLURM_STEP_ID']}", place, variables)
+    world = _world(
+        env,
+        "srun",
+        f"step{env['SLURM_STEP_ID']}",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=per_node[node],
+        node=node,
+        nodes=len(per_node),
+        hosts=step_task_hosts(env, per_node),
+        variables=variables,
+    )
     return replace(world, step_id=slurm_step(env))
-
-
-def _python_world(env: Env) -> World:
-    """Plain python: no launcher, one rank."""
-    return _build_world(env, "python", f"{STARTED}-{os.getpid()}", Place(0, 1, 0, 1, node=0, nodes=1))
-
-
-# The innermost first: each of these may itself have been started by any that follows it.
-LAUNCHERS = (
-    *map(_by_row, (SPAWN, RAY, TORCHRUN, MPIRUN)),
-    Launcher("submitit", _submitit_started, _submitit_world),
-    # SLURM_PROCID is set in the script of an sbatch too, the number of the step is not.
-    Launcher("srun", lambda env: slurm_step(env) is not None, _srun_world),
-    _by_row(TORCH_VARIABLES),
-    Launcher("python", lambda env: True, _python_world),
-)
 
 
 def restarts_in_place(env: Env) -> int | None:
     """How often the ranks were started again in this allocation; None where nothing would start them again."""
     return read_int(env, RESTARTS) if RESTARTS in env else None
-
-
-def detect_world() -> World:
-    """This process's place among the ranks, from its environment; without a launcher, a world of one rank.
-
-    Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
-    """
-    forget_exported()
-    if het_size := os.environ.get("SLURM_HET_SIZE"):
-        raise ConfigError(f"SLURM_HET_SIZE={het_size}: a run cannot be a heterogeneous job; all its nodes are alike")
-    launcher = next(launcher for launcher in LAUNCHERS if launcher.started(os.environ))
-    world = launcher.world(os.environ)
-    if world.rank >= world.size:
-        raise ConfigError(f"{launcher.name} says rank {world.rank} of {world.size}: ranks count from 0")
-    _check_agreement(world, os.environ)
-    return world
 
 
 def _check_agreement(world: World, env: Env) -> None:
@@ -307,9 +288,6 @@ def _check_agreement(world: World, env: Env) -> None:
             "python": f"start it with srun, torchrun or mpirun, or unset {variable}",
         }.get(world.launcher, "make them agree")
         raise ConfigError(f"{ours}, but {who} says {variable}={claim}: {fix}")
-
-
-Env = Mapping[str, str]
 
 
 def read_int(env: Env, variable: str) -> int:

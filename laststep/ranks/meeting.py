@@ -38,9 +38,8 @@ SLACK_S = 0.5  # by which a timeout may come early
 class SealedStore:
     """A connection to the store in which every value carries the seal; a value without it counts as absent.
 
-    Its methods are those of torch's Store, so that a caller need not know which of the two it has. There is no `add`: a
-    counter cannot carry a seal. A timeout counts only the time in which this process could run: torch measures it by a
-    clock, which moves on while the process is suspended, so what timed out early is waited for again.
+    Its methods are those of torch's Store, without `add`: a counter cannot carry a seal. A timeout counts only the time
+    in which this process could run. torch measures it by a clock, so what timed out early is waited for again.
     """
 
     def __init__(self, store: dist.Store, seal: Seal, prefix: str = "") -> None:
@@ -200,21 +199,15 @@ def connect_to_store(
 
 
 def use_interface(address: str) -> None:
-    """Make gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME already names one.
-
-    By default gloo uses the address that the node's own name resolves to. On Debian that is often 127.0.1.1, which no
-    other node can reach; where names do not resolve, it is the loopback interface.
-    """
+    """Make gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME already names one. Its own
+    choice is the address that the node's name resolves to, on Debian often 127.0.1.1."""
     for name, its_address in interfaces():
         if its_address == address:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Name and address of each network interface (Linux), IPv4 first, then IPv6.
-
-    Loopback and link-local addresses are omitted: no other machine can reach them.
-    """
+    """Name and address of each network interface (Linux) that other machines can reach, IPv4 first, then IPv6."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -251,12 +244,11 @@ def _check_host(world: World, host: str, source: str) -> None:
         )
     try:
         socket.getaddrinfo(host, None)
-    except UnicodeError:  # not a valid host name
-        raise ConfigError(f"{source}: {_unresolved(host)}") from None
-    except socket.gaierror as error:
-        # Other errors may be temporary: the name server may recover. And outside a cluster (Kubernetes) rank 0's host
-        # may get its name only after this rank starts.
-        if error.errno == socket.EAI_NONAME and world.launcher != "env":
+    except (UnicodeError, socket.gaierror) as error:
+        # A name server may recover from other errors. And outside a cluster (Kubernetes) rank 0's host may get its name
+        # only after this rank starts.
+        is_unknown = isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME and world.launcher != "env"
+        if is_unknown or isinstance(error, UnicodeError):
             raise ConfigError(f"{source}: {_unresolved(host)}") from None
 
 
@@ -342,15 +334,17 @@ def named_address(world: World, host: str) -> str:
     return ""
 
 
-def _serve(world: World, address: str, port: int, timeout: timedelta, source: str) -> dist.TCPStore:
-    """Rank 0: bind the port (0: any free one) of this address (empty: of every one) and serve the store there.
-
-    The store takes over the bound socket, so no other process can take the port in between.
-    """
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at this port (0: any free one) of this address (empty: of every one). Raises OSError."""
     dual_stack = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual_stack or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
+
+
+def _serve(world: World, address: str, port: int, timeout: timedelta, source: str) -> dist.TCPStore:
+    """Rank 0: serve the store, which takes over the bound socket, so that no other process can take the port."""
     try:
-        listener = socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=dual_stack)
+        listener = listen(address, port)
     except OSError as error:
         raise ConfigError(
             f"{source}: port {port} on {hostname()}: {error.strerror}; choose another port, or remove this setting: "

@@ -1,38 +1,23 @@
 """NCCL: the environment variables of torch's collectives over it, and the graph along which it adds.
 
 A rank that dies leaves the others in a collective that never ends, with the state of the last whole step in their
-memory. For the rescue two things must not happen: torch must not end the process, and it must not abort the
-communicator, because then the collective ends, half done, and the update that is queued behind it spoils the state.
+memory. For the rescue torch must neither end the process nor abort the communicator: then the collective would end,
+half done, and the update queued behind it would spoil the state. So (torch/csrc/distributed/c10d of torch 2.11 and
+2.15):
 
-What torch does on an error or a timeout of a collective, read in its sources (torch/csrc/distributed/c10d, of about the
-age of torch 2.11 and 2.15) and in the headers of 2.15; not tested, as no GPU was available:
+* TORCH_NCCL_ASYNC_ERROR_HANDLING=0: 1 and 2 abort the communicator, 1 and 3, the default, end the process.
+* TORCH_NCCL_RETHROW_CUDA_ERRORS=0: else the thread that polls the collectives throws a CUDA error, which ends the
+  process without a record. Our watchdog asks the device twice a second and reports the error with the rank's name.
+* TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: the monitor, which writes the flight recorder's file, ends the process if that
+  thread is stuck for so long by the clock, which moves on while the job is suspended.
 
-* TORCH_NCCL_ASYNC_ERROR_HANDLING: 1 aborts the communicator and then the process, 2 only the communicator, 3, the
-  default, only the process; 0 does neither (macros SHOULD_CLEAN_UP and SHOULD_TEAR_DOWN in ProcessGroupNCCL.hpp). They
-  guard `WorkNCCL::handleException` and the abort in the watchdog of ProcessGroupNCCL.cpp, and in the backend of torch
-  2.15, nccl2/ProcessGroupNCCL.cpp, `handleWatchdogFailure`: there the next collective then raises the error in Python.
-* TORCH_NCCL_RETHROW_CUDA_ERRORS: the thread that polls the collectives (`ncclCommWatchdog`, later `Watchdog::run`)
-  meets a CUDA error within 0.1 s, and by default throws it out of the thread, which ends the process without a record.
-  With 0 it only logs it. Our watchdog asks the device twice a second and reports the error with the rank's name. The
-  newer backend catches everything in that thread.
-* TORCH_NCCL_ENABLE_MONITORING: `heartbeatMonitor` writes the flight recorder's file, so it stays on. It ends the
-  process if that thread has been stuck for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, or as long after another rank has asked
-  for the files. It measures by a clock, which moves on while the job is suspended.
+The graph is the rings and trees along which NCCL adds. All ranks take the least that any of them has found
+(`initTransportsRank` in NCCL's src/init.cc), so one dead rail changes every sum, without a word in any log. A resume
+compares the graph with its checkpoint's. It is read from NCCL's own log, where each rank's neighbours have the same
+form from NCCL 2.21 to 2.30, and name no devices: equal nodes have equal graphs. NCCL_GRAPH_DUMP_FILE holds what one
+rank has found before the ranks agree, and NCCL makes no communicator if the dump has no word for a kind of link.
 
-The graph is the rings and trees along which NCCL adds; a resume compares them with those of its checkpoint. Each rank
-searches its own node's links. Then all ranks take the least that any of them has found (`initTransportsRank` in NCCL's
-src/init.cc). So one dead rail leaves every ring with fewer channels, and every sum in another order, without a word in
-any log.
-
-What the ranks have agreed on stands in NCCL's own log, in the same form from NCCL 2.21 to 2.30: each rank's neighbours
-in each ring, its trees, and the number of channels. The lines that count have ranks, kinds of links and speeds, but no
-devices, so equal nodes have equal graphs.
-
-NCCL_GRAPH_DUMP_FILE would not do. It holds what one rank has found, before the ranks agree. And NCCL makes no
-communicator at all if the dump has no word for a kind of link (`kvConvertToStr` in src/graph/xml.h): in NCCL 2.29 and
-later that ends a run on one node whose GPUs have only slow links (`typeInter = PATH_DIS` in `ncclTopoCompute`).
-
-All of this was read in NCCL's source, and was not tried: no GPU was available.
+All of this was read in the sources, and was not tried: no GPU was available.
 """
 
 from __future__ import annotations
@@ -66,9 +51,8 @@ CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_M
 def set_defaults(records: Path) -> None:
     """Set the variables that the user has not set. Call this before the ranks meet.
 
-    When a collective fails, each rank writes its last collectives into a file: `records` followed by
-    the rank's number. `python -m torch.distributed.flight_recorder.fr_trace` reads it. torch's default is a file in
-    ~/.cache, which the ranks of all runs overwrite.
+    When a collective fails, each rank writes its last collectives into the file `records` followed by its number, for
+    `python -m torch.distributed.flight_recorder.fr_trace`. torch's default is a file that all runs overwrite.
     """
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if not any(name in os.environ for name in RECORDS):
@@ -101,13 +85,12 @@ def _set(names: tuple[str, ...]) -> str | None:
 
 
 def pin_algorithms() -> None:
-    """Take from NCCL the choices that it makes by topology and size, for train.deterministic. Call this before the
-    communicator is made. A variable that the user has set stays as it is, and `describe` shows it.
+    """Take from NCCL the choices that it makes by topology and size, each of which adds in another order, for
+    train.deterministic. Call this before the communicator is made. What the user has set stays.
 
-    Each choice adds in another order. Ring is the one algorithm that every collective has, Simple the one protocol that
-    is safe on all hardware (LL128 is not). NVLS and CollNet let switches add, in an order of their own. The number of
-    channels and the order of ranks in a ring stay NCCL's: it derives them from the links of the nodes, so they are the
-    same as long as the layout is and all links work. `nccl_graph` notes them.
+    Ring is the one algorithm that every collective has, Simple the one protocol that is safe on all hardware (LL128 is
+    not). NVLS and CollNet let switches add. The channels and the order of ranks in a ring, which NCCL derives from the
+    links of the nodes, are noted as its graph.
     """
     for name, value in PINNED.items():
         os.environ.setdefault(name, value)
@@ -140,9 +123,9 @@ LINKS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "
 @contextlib.contextmanager
 def noted() -> Iterator[Callable[[], str]]:
     """Have NCCL write down the graph of the communicator that is made in this context. Yields a function that returns
-    this rank's part of it as text, for `combined`; call it once the communicator has done its first collective.
+    this rank's part of it as text, for `combined`, once the communicator has done its first collective.
 
-    NCCL opens its log once per process, and so far it prints nothing: a user who has asked for its log keeps it.
+    NCCL opens its log once per process: a user who has asked for it keeps it.
     """
     if setter := _users_choice():
         yield lambda: f"{NOTHING}{setter} is set"

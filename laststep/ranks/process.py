@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -34,8 +34,8 @@ PAUSE_S = 0.25
 
 
 def started(start: Callable[[], T], wait_s: float | None = None) -> T:
-    """What `start` returns, which starts a process. Tried again while the kernel has none to give, for `wait_s`, by
-    default START_S.
+    """What `start` returns, which starts a process or a thread. Tried again while the kernel has none to give, for
+    `wait_s`, by default START_S.
 
     Raises what `start` raises.
     """
@@ -43,22 +43,16 @@ def started(start: Callable[[], T], wait_s: float | None = None) -> T:
     while True:
         try:
             return start()
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ENOMEM) or time.monotonic() > deadline:
+        except (OSError, RuntimeError) as error:
+            may_pass = not isinstance(error, OSError) or error.errno in (errno.EAGAIN, errno.ENOMEM)
+            if not may_pass or time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE_S)
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. Tried again while the kernel has none to give, for START_S; then raises RuntimeError."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return thread.start()
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(PAUSE_S)
+    """Start a thread, as `started` does. Raises RuntimeError."""
+    started(thread.start)
 
 
 def identity(pid: int | None = None) -> str:
@@ -105,55 +99,55 @@ def lives_here(process: str) -> bool:
     return is_here(process) and is_running(process.partition(" ")[2])
 
 
+def _processes() -> dict[int, list[str]]:
+    """The `stat` (proc(5)) of each process, from its state on; none where the system has no /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            found[int(folder.name)] = (folder / "stat").read_text().rpartition(")")[2].split()
+    return found
+
+
+def _words(pid: int) -> list[str]:
+    """The command line of a process; none of a zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def _descendants(parent: int, processes: Mapping[int, Sequence[str]]) -> list[int]:
+    found = [parent]
+    for pid in found:  # grows meanwhile
+        found += [child for child, stat in processes.items() if stat[1] == str(pid)]
+    return found[1:]
+
+
 def kill_children(program: str) -> None:
     """Kill the children of this process that run a program of this name, and all that they have started."""
-    parents, programs = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            programs[int(folder.name)] = [os.path.basename(word.decode(errors="replace")) for word in words[:3]]
-    doomed = [pid for pid, parent in parents.items() if parent == os.getpid() and program in programs.get(pid, ())]
-    for pid in doomed:  # grows meanwhile
-        doomed += [child for child, parent in parents.items() if parent == pid]
-    for pid in doomed:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    processes = _processes()
+    for child in children(os.getpid()):
+        if program in map(os.path.basename, _words(child)[:3]):
+            for pid in [child, *_descendants(child, processes)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def children(parent: int, word: str) -> list[int]:
-    """The living children of a process that have this word in their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if its_parent == parent and word.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(folder.name))  # a zombie has no command line
-    return found
+def children(parent: int, word: str = "") -> list[int]:
+    """The children of a process, or those that live and have this word in their command line."""
+    own = [pid for pid, stat in _processes().items() if stat[1] == str(parent)]
+    return [pid for pid in own if word in _words(pid)] if word else own
 
 
 def cpu_s_of_descendants(ancestor: int) -> float:
     """CPU seconds that the living descendants of a process have used, and the children that these have waited for."""
-    tick_s, parents, used = 1 / os.sysconf("SC_CLK_TCK"), {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has just ended
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            used[int(folder.name)] = sum(map(int, fields[11:15])) * tick_s
-    found = {ancestor}
-    while new := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= new
-    return sum(used[pid] for pid in found - {ancestor})
+    processes = _processes()
+    ticks = (int(count) for pid in _descendants(ancestor, processes) for count in processes[pid][11:15])
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def session(leader: int) -> list[int]:
-    """The processes of a session other than its leader; none where the system does not say (no /proc)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == leader != int(folder.name):
-                found.append(int(folder.name))
-    return found
+    """The processes of a session other than its leader; none where the system does not say."""
+    return [pid for pid, stat in _processes().items() if stat[3] == str(leader) and pid != leader]
 
 
 TICK_S = 0.25

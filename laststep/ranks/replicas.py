@@ -1,10 +1,9 @@
 """ReplicaLink: sends copies of this rank's shard to its keeper on another node, and keeps those of its sender.
 
 Each rank has one keeper and one sender: the ranks at the same place of the next and the previous node. A copy travels
-over a TCP connection of its own, from a thread to a thread, so training does not wait for it. The keeper answers when
-it has all of it. It has memory for two copies, and keeps both until the next one begins to arrive: a sender that dies
-may have been a step ahead of the other ranks. Sockets of Python, not a process group: a thread that waits in one can
-be interrupted, whatever has become of the other rank.
+over a TCP connection of its own, from a thread to a thread, so training does not wait for it. The keeper has memory for
+two copies, and keeps both until the next one begins to arrive: a sender that dies may have been a step ahead of the
+other ranks. Sockets, not a process group: a thread that waits in one can be interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from laststep.ranks.meeting import SealedStore, interfaces
+from laststep.ranks.meeting import SealedStore, interfaces, listen
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import Moment, World, hostname
 from laststep.say import say
@@ -66,9 +65,7 @@ class ReplicaLink:
         self._kept: list[Copy] = []  # complete ones of the sender, at most two, the older first
         self._receiving = self._frozen = self._closed = self._sender_left = False
         self._sockets: list[socket.socket] = []
-        dual_stack = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual_stack else socket.AF_INET
-        listener = self._open(socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack))
+        listener = self._open(listen(""))
         self._nonce = secrets.token_hex(8)
         hosts = [hostname(), *(address for _, address in interfaces())]
         place = {"hosts": hosts, "port": listener.getsockname()[1], "nonce": self._nonce}
@@ -246,7 +243,7 @@ class ReplicaLink:
 
 
 def _receive(connected: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises OSError when the other side has left."""
+    """`count` bytes. Raises OSError when the other side has left."""
     data = bytearray(count)
     _receive_into(connected, memoryview(data))
     return bytes(data)

@@ -1,13 +1,12 @@
 """The attempt's seal: an HMAC on every message between the ranks, so that no other program can steer the run.
 
 Anybody who reaches rank 0's port can read and write torch's key-value store. So rank 0 draws a secret for the attempt
-and leaves it in the run folder, readable by its user alone, until all ranks have read it. Every value that the ranks
-leave in the store, and every file in which the survivors of a fault agree, carries an HMAC-SHA256 of its key and its
-text under that secret. A value without it counts as absent, and the log says so once.
+and leaves it in the run folder, readable by its user alone, until all ranks have read it. Every value in the store, and
+every file in which the survivors of a fault agree, carries an HMAC-SHA256 of its key and its text under that secret. A
+value without it counts as absent, and the log says so once.
 
-A message is valid only under the key that it was written for (which names the rank, and the number of the save or
-barrier) and only in this attempt. An earlier value of the same key stays valid. Only heartbeats change, and the
-watchdog ignores one that is older than the last.
+A message is valid only under its key, which names the rank and the number of the save or barrier, and in its attempt.
+An earlier value of the same key stays valid; only heartbeats change, and the watchdog ignores one older than the last.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """The watchdog: ends an attempt in which a rank died or is stuck, and names that rank and its line of code.
 
-Dead: rank 0 holds a connection to each other rank (`Lifelines`), and so notices at once if one dies, whether
-collectives fail or not. gloo's survivors get an error when a peer dies; NCCL's get none, and wait forever. However a
-process ends, the kernel closes its connections: rank 0 reads the end of the stream. A rank that leaves in an orderly
-way says so first. The death of rank 0 needs no lifeline: it serves the store. Only an end that the other side's kernel
-has sent counts: a connection that the network has cut may be silent, or fail without a death. And a node without power
-closes nothing: the first rank of each node asks the host of the next one from time to time (`Neighbour`).
+Dead: rank 0 holds a connection to each other rank (`Lifelines`). However a process ends, the kernel closes it, and rank
+0 reads the end of the stream, whether collectives fail (gloo) or wait forever (NCCL). A rank that leaves in an orderly
+way says so first. Only an end that the other side's kernel has sent counts: one that the network has cut may be silent,
+or fail without a death. A node without power closes nothing: the first rank of each node asks the host of the next one
+from time to time (`Neighbour`). The death of rank 0 needs no lifeline: it serves the store.
 
-Stuck: there are three threads in each rank. The beat thread sends a heartbeat, with the rank's progress, to the key-
-value store, and reads from it a fault that another rank has reported; on rank 0 it also compares all heartbeats. The
-watch thread notices if the store no longer answers (then rank 0 is gone), if the grace period after a signal runs out
-and if the run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it.
-None of them costs the training loop anything.
+Stuck: there are three threads in each rank, which cost the training nothing. The beat thread sends a heartbeat, with
+the rank's progress, to the store, and reads from it a fault that another rank has reported; on rank 0 it also compares
+all heartbeats. The watch thread notices if the store no longer answers, if the grace period after a signal runs out and
+if the run's folder is gone. The device thread asks how far the device has come; on a GPU the CPU is ahead of it.
 
-Silence is counted in rounds of the listening thread, not by a clock. So no rank looks dead because a clock was set, or
-because a process was suspended as a whole for a while.
+Silence is counted in rounds of the listening thread, not by a clock that may be set, or that moves on while a process
+is suspended.
 """
 
 from __future__ import annotations
@@ -66,6 +64,11 @@ class Beat:
     process: str = ""  # see `laststep.ranks.process.identity`
     device: int = 0  # how far its device has come; the CPU may be ahead of it
     activity: int = 0  # changes while its work gets on in ways that do not say how far it has come
+
+    @property
+    def work(self) -> tuple[int, int, int]:
+        """What changes as long as the rank gets anything done."""
+        return self.progress, self.device, self.activity
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,8 @@ class Watchdog:
         self._start_thread("beat", self._beat)
 
     def measure(self, busy_s: Callable[[], float]) -> None:
-        """Have stragglers named: `busy_s` returns the seconds this rank has spent so far on its own work.
-
-        Without it no rank is ever called slow. Every rank's loop calls this, or none.
-        """
+        """Have stragglers named: `busy_s` returns the seconds this rank has spent so far on its own work. Every rank's
+        loop calls this, or none."""
         self._busy_s = busy_s
 
     def follow(self, passed: Callable[[], int]) -> None:
@@ -220,11 +221,8 @@ class Watchdog:
                     self._handle(Fault("hung", text, silent=True, blames=host))
 
     def _is_too_long(self, silence_s: float) -> bool:
-        """Whether to stop waiting for a silent rank.
-
-        If the network splits, both sides wait and neither receives the other's report. So after half of the timeout a
-        rank looks whether another one has given up, and then gives up too: all of them end the attempt together.
-        """
+        """Whether to stop waiting for a silent rank. If the network splits, neither side receives the other's report:
+        so after half of the timeout a rank looks whether another one has given up, and then gives up too."""
         return silence_s > self._timeout_s or (silence_s > self._timeout_s / 2 and self._probes.others_gave_up())
 
     def _sign(self) -> None:
@@ -237,8 +235,10 @@ class Watchdog:
             try:
                 self._device = passed()
             except RuntimeError as error:
-                self.report(_device_fault(self._probes.world(), error))
-                return
+                world = self._probes.world()
+                host = world.host_of(world.rank)
+                text = f"rank {world.rank} on {host} failed:\n{error}"
+                return self.report(Fault("failed", text, blames=blamed_host(error, host)))
 
     def _beat(self) -> None:
         """The beat thread."""
@@ -286,7 +286,7 @@ class Watchdog:
         beats = self._beats = [max(pair, key=lambda beat: beat.round) for pair in zip(before, beats)]
         for rank, (old, new) in enumerate(zip(before, beats)):
             self._silent_s[rank] = self._silent_s[rank] + BEAT_S if new.round == old.round else 0.0
-        moved = any(_work_of(old) != _work_of(new) for old, new in zip(before, beats))
+        moved = any(old.work != new.work for old, new in zip(before, beats))
         untimed = any(beat.phase in self.UNTIMED_PHASES for beat in beats)
         self._still_s = 0.0 if moved or untimed else self._still_s + BEAT_S
         silent = [rank for rank, seconds in enumerate(self._silent_s) if self._is_too_long(seconds)]
@@ -305,17 +305,6 @@ class Watchdog:
         if seconds > SLOW_WINDOW_S and beats[0].progress > before[0].progress:
             self._slow_host = straggler(before, beats, seconds)
             self._window = (time.monotonic(), beats)
-
-
-def _device_fault(world: World, error: RuntimeError) -> Fault:
-    """The device of this rank has failed."""
-    host = world.host_of(world.rank)
-    return Fault("failed", f"rank {world.rank} on {host} failed:\n{error}", blames=blamed_host(error, host))
-
-
-def _work_of(beat: Beat) -> tuple[int, int, int]:
-    """What changes as long as the rank gets anything done."""
-    return beat.progress, beat.device, beat.activity
 
 
 def find_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> Sequence[int]:
@@ -340,10 +329,10 @@ def hosts_of_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
 
 
 def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str:
-    """Print which rank made the others wait, if one did, and return its host.
+    """Print which rank made the others wait, if one did, and return its host: it was busy with its own work for more
+    than twice as long as the median rank, and that cost more than a tenth of the time.
 
-    `before` and `after` are two heartbeats of each rank, `seconds` and at least one step apart. A straggler was busy
-    with its own work for more than twice as long as the median rank, and that cost more than a tenth of the time.
+    `before` and `after` are two heartbeats of each rank, `seconds` and at least one step apart.
     """
     steps = after[0].progress - before[0].progress
     busy_s = [new.busy_s - old.busy_s for old, new in zip(before, after)]
@@ -441,7 +430,9 @@ class Lifelines:
     def __init__(self, world: World, host: str, store: SealedStore, seal: Seal, on_end: Callable[[int], None]) -> None:
         self._size, self._seal, self._on_end = world.size, seal, on_end
         self._nonce = secrets.token_hex(8)
-        self._listener = _listen(world, host)
+        from laststep.ranks.meeting import listen, named_address  # imports torch
+
+        self._listener = listen(named_address(world, host))
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for one in (self._listener, self._woken):
@@ -555,14 +546,3 @@ class Lifeline:
             )
         except Exception:  # the store is gone, and with it rank 0
             return
-
-
-def _listen(world: World, host: str) -> socket.socket:
-    from laststep.ranks.meeting import named_address  # imports torch
-
-    if address := named_address(world, host):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=world.size)
-    dual_stack = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=world.size)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laststep.ranks.device import DeviceQueue, DeviceThread
+from laststep.ranks.device import DeviceQueue, DeviceThread, Event
 from tests.support.project import DEADLINE_S
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class ScriptedEvent:
+class ScriptedEvent(Event):
     """A mark in this queue."""
 
     def __init__(self, queue: ScriptedQueue) -> None:
