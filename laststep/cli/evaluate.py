@@ -115,9 +115,9 @@ def _lines(found: Mapping[str, Any]) -> str:
     if found["recorded"] == found["metrics"]:
         lines[1] += " (as the run itself has measured)"
     elif found["recorded"] and _text(found["recorded"]) == lines[1]:
-        lines[1] += " (as the run itself has measured, but for the last bits)"
+        lines.append("(as the run itself has measured, but for the last bits)")
     elif found["recorded"]:
-        lines.append(f"{_text(found['recorded'])} (what the run itself has measured)")
+        lines.append(f"{_text(found['recorded'])} (as the run itself has measured)")
     return "\n  ".join(lines)
 
 

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
         former_names.resolve()
     verb = DEFAULT
     try:
-        if words and not words[0].startswith("-") and "=" not in words[0]:
+        if words and not words[0].startswith("-") and "=" not in words[0] and not words[0].endswith(".py"):
             verb, *words = words
         if verb == "__complete":  # typed by the Tab key, see laststep.cli.completion
             from laststep.cli import completion

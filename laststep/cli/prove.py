@@ -112,8 +112,8 @@ def smoke(config: Config, machine: Machine) -> int:
     first, *resumed = [attempt.last_step or 0 for attempt in proof.attempts]
     later = f"resumed, trained to step {resumed[0]}" if resumed else "which is its last: nothing to resume"
     validated = f"validation batches: {len(probed.batches)}" if probed.batches else "no validation"
-    print(f"smoke  trained to step {first} and saved, {later}; {validated}")
-    print(f"       {ranks}, {time.monotonic() - began:.0f} s, no error; nothing is left of it")
+    print(f"smoke  trained to step {first} and saved, {later}")
+    print(f"       {validated}; {ranks}, {time.monotonic() - began:.0f} s, no error; nothing is left of it")
     return 0
 
 

@@ -43,7 +43,9 @@ PROGRESS = re.compile(rb"\[laststep [\d:]+\] step \d+/\d+ ")
 # one, of which the record says more. A process that ran out of memory is worth a line: nothing else shows it.
 OF_OTHERS = re.compile(
     r"submitit \w+ \(\d{4}-|(srun|slurmstepd)(-\S+)?: (?!.*(oom|out of memory))"
-    r"|\[laststep [\d:]+\] rank \d+ on \S+ lost contact: ",
+    r"|\[laststep [\d:]+\] rank \d+ on \S+ lost contact: "
+    r"|\[rank\d+\]:\[W\S+ \S+ (TCPStore|ProcessGroup)\w*\.cpp|Exception raised from recvBytes at |<omitting python "
+    r"frames>|frame #\d+: .*\(0x",
     re.IGNORECASE,
 )
 # What a progress line leaves out on a narrow terminal, in this order. The bar below it shows most of it.

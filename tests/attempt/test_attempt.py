@@ -97,6 +97,7 @@ def test_a_disk_that_stays_full(tmp_path: Path) -> None:
     assert full.wait() == [1, 1]
     (attempt,) = read_lines(full.run.attempts)
     assert "3 saves in a row failed, the last with:" in attempt["error"] and "File too large" in attempt["error"]
+    assert "Traceback" not in attempt["error"], "it explains itself"
     assert attempt["lost_steps"] == attempt["end_step"] - 2
     assert [(checkpoint["step"], checkpoint["ok"]) for checkpoint in inspect(full.run)] == [(2, True)]
     assert not list(full.run.checkpoints.glob(".*")), "no partial checkpoint may fill the disk further"

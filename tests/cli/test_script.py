@@ -84,6 +84,7 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
     (folder / "broken.py").write_text("import laststep; f(\n")
     (folder / "plain.py").write_text("print('no run')\n")
     assert refusal(["--local", *words.split()], capfd, folder).startswith(said.format(folder=folder))
+    assert refusal(words.split(), capfd, folder).startswith(said.format(folder=folder)), "without an option before it"
 
 
 def test_it_runs_where_it_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -187,6 +188,18 @@ def test_a_wrong_word_of_its_own(folder: Path) -> None:
     assert "unrecognized arguments: --stepps 9" in said
     assert said.endswith("error: train.py: ended with exit status 2 before run.restore(...)\n")
     assert not (folder / "runs" / "typo").exists()
+
+
+@pytest.mark.slow
+def test_it_ends_without_a_run(folder: Path) -> None:
+    """Its exit is named, and so is the script: `task=script` is no word of the user's."""
+    (folder / "early.py").write_text("import laststep, sys\nrun = laststep.run()\nsys.exit()\n")
+    said = types(folder, *LAUNCH, "--local", "--name", "early", *CPU, "early.py", status=2)
+    assert "\nerror: early.py: ended with exit status 0 before run.restore(...); write run.restore(model=" in said
+    (folder / "early.py").write_text("import laststep\nrun = laststep.run()\n")
+    said = types(folder, sys.executable, "early.py", status=2)
+    assert "] config none, script early.py, runs in runs\n" in said, "the first line of every start"
+    assert "\nerror: early.py: ended without run.restore(...); write run.restore(model=" in said
 
 
 @pytest.mark.slow

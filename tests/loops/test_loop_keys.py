@@ -97,7 +97,14 @@ def test_every_start(
     assert "optim.lr: task=own_loop.main does not read it" in refusal([*sweep, "optim.lr=1,2"], capfd, here)
     assert not (here / "runs").exists(), "nothing is submitted"
 
+    (here / "says_nothing.py").write_text("def main(run): ...\n")
+    assert main(["task=says_nothing.main", "seed=2", "optim.lr=0.2", "args.width=3"]) == 0
+    said = capfd.readouterr().err
+    late = "optim.lr, args.width: whether task=says_nothing.main reads it is checked in its first step"
+    assert said.startswith(f"[laststep] {late}\n"), "a typing error is found once the job runs"
+
     assert main([*sweep, "args.lr=0.1,0.2"]) == 0
+    assert "first step" not in capfd.readouterr().err, "it has declared what it reads"
     written = here / "runs/scan-lr_0.2/config.yaml"
     assert Config.load(written).args == {"lr": 0.2}
     assert main(["--config", str(written), "launch.name=again"]) == 0, "a run's file has every key"

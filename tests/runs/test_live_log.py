@@ -70,6 +70,10 @@ def test_lines_of_others_are_dropped() -> None:
         b"submitit INFO (2026-11-21 09:59:59,1) - Starting with JobEnvironment\n"
         b"[laststep 10:00:00] rank 0 on n1 lost contact: Connection closed by peer\n"
         b"srun: error: n1: task 0: Exited with exit code 1\n"
+        b"[rank1]:[W1125 19:08:40.190255979 TCPStore.cpp:115] [c10d] recvVector failed on SocketImpl(fd=5): reset\n"
+        b"Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:783:\n"
+        b"frame #0: c10::Error::Error(std::string) + 0x9d (0x7f1a67d5c13d in /lib/libc10.so)\n"
+        b"<omitting python frames>\n"
     )
     oom = b"slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0\n"
     for columns in (None, lambda: 80):

@@ -145,7 +145,7 @@ def test_smoke(terminal: Terminal) -> None:
     """Steps, a save, a resume and a validation before a night of training; nothing is left of it."""
     said = terminal.types("--smoke", "--tasks-per-node", "2", *TINY)
     assert said.startswith(
-        "smoke  trained to step 2 and saved, resumed, trained to step 4; validation batches: 3\n       2 ranks, "
+        "smoke  trained to step 2 and saved, resumed, trained to step 4\n       validation batches: 3; 2 ranks, "
     )
     assert not terminal.root.exists() or not list(terminal.root.iterdir())
 

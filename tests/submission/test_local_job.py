@@ -57,6 +57,8 @@ def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C in a program, or a notebook's stop button: the last step is saved before the program continues."""
     job = submit(config(tmp_path, "long", *LONG), local=True)
+    what = "[laststep] config from Python, task tests.support.tasks.Unhurried, runs in "
+    assert capfd.readouterr().err.startswith(what), "as every start says"
 
     def interrupt() -> None:
         wait_until(lambda: read_lines(job.run.metrics), "the run did not begin to train")
