@@ -76,9 +76,8 @@ class Stopped(SystemExit):
 
 def status_after(number: signal.Signals, world: World) -> int:
     """The exit status of a rank that stopped in an orderly way."""
-    # A shell reports "ended by this signal" as exit status 128 + number. But srun and mpirun take that status for a
-    # failure and end the other ranks, although rank 0 may still have to requeue the job, and torchrun would restart
-    # all ranks.
+    # "Ended by this signal" is 128 + number. But srun and mpirun take that for a failure and end the other ranks,
+    # although rank 0 may still have to requeue the job, and torchrun would restart all ranks.
     exits_0 = world.launcher == "torchrun" or (world.rank and world.launcher != "submitit-local")
     return 0 if exits_0 else 128 + number
 
@@ -148,7 +147,8 @@ class Attempt:
             stop = start.prepare_stop(state, group, self._watchdog)
             self._closing.callback(stop.close)
             self._phases.done("meeting")
-            self._learn_kill_wait(group)
+            if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
+                self._grace.kill_wait_s = group.broadcast_int("grace", None if world.rank else kill_wait_s())
             checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
             self._phases.done("reading checkpoint")
             engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)
@@ -168,10 +168,8 @@ class Attempt:
             raise
 
     def _take_run_folder(self) -> Iterator[Manifest]:
-        """On rank 0: lock the run folder, clean it up and record that the attempt begins.
-
-        It begins at the checkpoint that seems to be the newest intact one: an attempt that ends before the ranks have
-        met is recorded too, and they read checkpoints together. Returns that candidate and all older ones. Raises
+        """On rank 0: lock the run folder, clean it up and record that the attempt begins, at the checkpoint that seems
+        to be the newest intact one. The ranks will read it together: returns that candidate and all older ones. Raises
         DiskError when the disk does not show what was saved.
         """
         state = self._state
@@ -199,11 +197,6 @@ class Attempt:
         state = self._state
         state.start_step = step
         state.set_number(begin_attempt(self._run_dir, state.world, step, patience)["attempt"])
-
-    def _learn_kill_wait(self, group: Group) -> None:
-        """Ask the cluster for its KillWait, in a job that launch.py did not submit (it asks at submission)."""
-        if self._grace.kill_wait_s is None and group.world.on_slurm:
-            self._grace.kill_wait_s = group.broadcast_int("grace", kill_wait_s() if group.world.rank == 0 else None)
 
     def _end_in_order(self, engine: Engine, group: Group, finished: bool) -> dict[str, float]:
         """The orderly end: everything is saved. Rank 0 records that before anything else, and waits for no other rank.
@@ -297,15 +290,15 @@ class Attempt:
         """
         from laststep.ranks.group import is_peer_loss  # imports torch
 
-        self._end_by_fault.main_thread_failed()
         if is_peer_loss(error):
             # A traceback would hide the error of the other rank.
             fault = Fault("failed", f"{rank} lost contact: {user_error.short(error)}", cause=False)
+            self._end_by_fault.main_thread_failed(None, to_say=False)
         else:
             state, world = self._state, self._state.world
             blames = blamed_host(error, world.host_of(world.rank))
             fault = Fault("failed", text, retry=_may_pass(error, state), blames=blames)
-            self._end_by_fault.set_own_failure(fault, to_say=not printed_later)
+            self._end_by_fault.main_thread_failed(fault, to_say=not printed_later)
             user_error.write_for_torchrun(text)
         self._watchdog.report(fault)
         self._end_by_fault.wait()

@@ -1,13 +1,9 @@
 """The end by fault: a rank died or is stuck, or the grace period after a signal is running out.
 
-Each surviving rank takes part in a separate thread, since its main thread may be waiting for a dead rank, in C.
-The thread freezes the state of the last finished step and saves it together with the other survivors
-(laststep/attempt/rescue.py); one of them records how the attempt ended. Then the process exits, whatever its main
-thread is doing, and also when the thread itself gets nothing done any more.
-
-    EndByFault    notices what the watchdog cannot, starts the thread, and ends the process
-    Rescuer       does in the thread what the rescue asks: freeze, write a part, do a late update, commit, record
-    below         who is at fault, for the log, the record and the choice of nodes
+Each surviving rank takes part in a separate thread, since its main thread may be waiting for a dead rank, in C. The
+thread freezes the state of the last finished step and saves it together with the other survivors (`Rescuer`, as
+laststep/attempt/rescue.py asks); one of them records how the attempt ended. Then the process exits, whatever its main
+thread is doing, and also when the thread itself gets nothing done any more (`EndByFault`).
 """
 
 from __future__ import annotations
@@ -92,14 +88,13 @@ class EndByFault:
         self._folder = state.run_dir.rescues / world.attempt
         self._view = FreshView(world.size, self._folder)
 
-    def main_thread_failed(self) -> None:
-        """The main thread has left its step for good: an update that it had begun will not be completed."""
+    def main_thread_failed(self, own: Fault | None, to_say: bool) -> None:
+        """The main thread has left its step for good: an update that it had begun will not be completed. `own`: because
+        of this fault, of which the record of the attempt names the cause, and so does the log if it is `to_say`; None
+        if it has only lost its peers. Call before the fault is reported."""
+        if own is not None:
+            self._own_failure, self._says_own = own, to_say
         self._main_thread_failed.set()
-
-    def set_own_failure(self, fault: Fault, to_say: bool) -> None:
-        """This rank itself failed. Call before the fault is reported: the record of the attempt names its cause, and
-        so does the log if it is `to_say`."""
-        self._own_failure, self._says_own = fault, to_say
 
     def is_about(self, fault: Fault) -> bool:
         """Whether this fault, not an earlier one, ends the attempt; then it is in the log. Call after `wait`."""
@@ -436,25 +431,28 @@ class Rescuer:
         """Record the end, and requeue the job where nobody else does."""
         state, fault = self._state, self._fault
         missing = self._rescue.missing(plan)
-        reason: EndReason
         cause = ending_by_signal(state) if fault.reason == "signal" or state.signal is not None else None
+        shell_killed = cause is not None and cause.error == SHELL_KILLED
+        reason: EndReason
+        lines: list[str | None] = []
         if fault.reason == "signal":
             assert cause is not None
-            reason, wants_requeue, error, by_srun, _ = cause
-            fault = replace(fault, cause=not (by_srun and (missing or plan.failures)))
+            reason, wants_requeue = cause.reason, cause.requeue
+            fault = replace(fault, cause=not (cause.by_srun and (missing or plan.failures)))
         else:
-            reason, wants_requeue, error = fault.reason, True, None
+            reason, wants_requeue = fault.reason, True
         if fault.reason != "signal" or not fault.cause:
-            error = "\n".join(filter(None, [explain(fault, plan, missing, state.world), error]))
+            lines.append(explain(fault, plan, missing, state.world))
+        if fault.reason == "signal" or shell_killed:
+            assert cause is not None
+            lines.append(cause.error)
         blamed = blamed_hosts(fault, plan, missing, state.world)
         if plan.lost_shards and end_step > saved_step:
             say(lost := lost_shards(plan, end_step, saved_step))
-            error = "\n".join(filter(None, [error, lost]))
-        shell_killed = cause is not None and cause.error == SHELL_KILLED
-        if shell_killed and SHELL_KILLED not in (error or ""):
-            error = "\n".join(filter(None, [error, SHELL_KILLED]))
-        if silent := silent_devices(plan, state.world):
-            error = "\n".join(filter(None, [error, silent]))
+            lines.append(lost)
+        for rank, why in plan.silences:  # a line for each survivor whose device does not answer
+            lines.append(f"rank {rank} on {state.world.host_of(rank)} saves nothing: {why}")
+        error = "\n".join(filter(None, lines)) or None
         retry = least_hopeful([fault.retry, *(failure.retry for failure in plan.failures)])
         if fault.silent:  # for the supervisors
             silent_file(state.run_dir.rescues / state.world.attempt).touch()
@@ -478,8 +476,8 @@ class Rescuer:
 
 
 def blamed_hosts(fault: Fault, plan: Plan, missing: list[int], world: World) -> list[str]:
-    """The hosts whose fault it seems to be: of ranks that are stuck, that are gone without an error of their own, or
-    whose GPU has failed. Any other error blames no host: it may be a bug."""
+    """The hosts of ranks that are stuck, that are gone without an error of their own, or whose GPU has failed. Any
+    other error may be a bug, and blames no host."""
     known = [fault] if fault.blames or fault.cause else plan.failures
     hosts = ",".join(one.blames for one in known).split(",") if known else [world.hosts[rank] for rank in missing]
     return list(dict.fromkeys(filter(None, hosts)))
@@ -503,11 +501,6 @@ def explain(fault: Fault, plan: Plan, missing: list[int], world: World) -> str:
 def has_ended(rank: int, world: World) -> str:
     """What is reported of a rank whose process has ended."""
     return f"rank {rank} on {world.host_of(rank)} has ended"
-
-
-def silent_devices(plan: Plan, world: World) -> str:
-    """Why survivors could not save what they hold; a line for each whose device does not answer."""
-    return "\n".join(f"rank {rank} on {world.host_of(rank)} saves nothing: {why}" for rank, why in plan.silences)
 
 
 def lost_shards(plan: Plan, end_step: int, saved_step: int) -> str:

@@ -87,8 +87,8 @@ def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_t
 class LimitWarning:
     """The warning before the time limit, if nobody has received it: rank 0 then sends it to itself.
 
-    Slurm sends it once, to the ranks. Where the batch shell is about to start them again there are none, or the new
-    ones have not begun to catch signals. Only in a job that launch.py has submitted: it has asked for that warning.
+    Slurm sends it once, to the ranks, and the batch shell may be about to start them again. Only in a job that
+    launch.py has submitted: it has asked for that warning.
     """
 
     def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
@@ -107,21 +107,16 @@ class LimitWarning:
         if SIGNALLED in os.environ:
             return self._warn("the batch shell received a signal before it started the ranks")
         while not self._closed.is_set() and self._signals.first is None:
-            left_s = self._left_s()
-            if left_s is None:
+            if (job := show_job(self._job_id)) is None:
                 self._closed.wait(ASK_AGAIN_S)
-            elif left_s > self._delay_s:
+                continue
+            left_s = unix_time(job.get("EndTime", "")) - time.time() - kill_limits().clock_ahead_s
+            if left_s > self._delay_s:
                 # Slurm's own warning comes before that. The limit may have been raised, or the job suspended.
                 if left_s == NEVER or self._closed.wait(left_s - self._delay_s):
                     return
             elif self._signals.first is None:
                 return self._warn(f"{left_s:.0f} s are left before the time limit, and no warning of Slurm has come")
-
-    def _left_s(self) -> float | None:
-        """Seconds until the job's time limit; None if Slurm does not answer."""
-        if (job := show_job(self._job_id)) is None:
-            return None
-        return unix_time(job.get("EndTime", "")) - time.time() - kill_limits().clock_ahead_s
 
     def _warn(self, why: str) -> None:
         say(f"{why}: stopping")
@@ -154,8 +149,8 @@ class GracePeriod:
         return kill_at - since
 
     def gives_up_step(self, saves: bool = True) -> bool:
-        """Whether a step still running must be given up now, to leave time for saving the one before. Where nothing
-        can be saved then, it has more time: only the end is to be recorded."""
+        """Whether a step still running must be given up now, to leave time for saving the one before, or where nothing
+        can be saved then, for recording the end."""
         since, kill_at = self._period()
         half_s = (kill_at - since) / 2
         given_s = half_s if saves else max(half_s, kill_at - since - UNSAVED_END_S)
@@ -269,14 +264,10 @@ class GracePeriod:
                 self._ended_at = max([*term_at[-1:], *([self._ran_at] if self._ran_at else [])], default=asked_at)
             since_term_s = asked_at - self._ended_at
         left_s = seconds_left(job, state.world.restart, self._limits, now, since_term_s)
-        own = [at + self._usual_s(number) for number, at in self._received() if self._kills_itself]
+        kills_ranks = state.world.launcher in ("torchrun", "mpirun")  # the launcher, too
+        own = [at + self._usual_s(number) for number, at in self._received() if kills_ranks]
         cause = judge(state.cause_signal or state.signal, job, state.world.restart, launch.signal_delay_s, now)
         self._learn(Outlook(min([asked_at + left_s, *own]), cause))
-
-    @property
-    def _kills_itself(self) -> bool:
-        """Whether the launcher kills its ranks, too."""
-        return self._state.world.launcher in ("torchrun", "mpirun")
 
     def _learn(self, outlook: Outlook) -> None:
         known = self._outlook

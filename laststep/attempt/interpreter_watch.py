@@ -2,12 +2,8 @@
 interpreter's lock.
 
 No thread of the process can do that. A small process beside it does, which Python starts from this file alone. It gets
-a sign twice a second, and counts its own rounds without one, not the time of a clock. Slurm suspends all processes of a
-job (`scontrol suspend`, PreemptMode=SUSPEND, gang scheduling): when they wake, nothing has been counted. Nor does it
-count while its process alone is stopped.
-
-faulthandler.dump_traceback_later would need no second process, but measures time by a clock: it ended every rank that
-had been suspended for longer than the timeout.
+a sign twice a second, and counts its own rounds without one: Slurm suspends it with its rank, and the clock would move
+on. Nor does it count while its rank alone is stopped. faulthandler.dump_traceback_later measures by a clock.
 """
 
 from __future__ import annotations

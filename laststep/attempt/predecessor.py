@@ -1,8 +1,7 @@
 """The attempt that has signed the run's lock: whether it lives, or its survivors may be saving its last step.
 
 When rank 0 dies, the lock is free at once. Its survivors need a moment to notice, and then as long as the state takes
-to write. An attempt that begins meanwhile, in another job, must not sign the lock: no survivor could commit any more.
-What is known of them:
+to write. If an attempt of another job signed the lock meanwhile, none could commit any more. What is known of them:
 
     attempt.json            it is there until the end of the attempt is recorded: then there is nothing left to save
     the lock                a survivor that writes holds it
@@ -70,11 +69,11 @@ class Predecessor(Before):
             return False
         if signed.rpartition(", on ")[2] == hostname():
             return is_running(process)
-        return not self._is_of_our_job(record) and bool(self._lives_on_slurm(record))
+        return record["job_id"] != self._world.job_id and bool(self._lives_on_slurm(record))
 
     def _look(self, signed: str) -> bool:
         record = self._open_record(signed)
-        if record is None or record["world_size"] == 1 or self._is_of_our_job(record):
+        if record is None or record["world_size"] == 1 or record["job_id"] == self._world.job_id:
             return False
         on_slurm = self._lives_on_slurm(record)
         if on_slurm is False:
@@ -95,16 +94,11 @@ class Predecessor(Before):
                 return record
         return None
 
-    def _is_of_our_job(self, record: OpenAttempt) -> bool:
-        return record["job_id"] == self._world.job_id
-
     def _lives_on_slurm(self, record: OpenAttempt) -> bool | None:
         """Whether Slurm still has processes of its job; None if it does not say, or does not know such jobs."""
-        if not is_job_id(record["job_id"]):
-            return None
         now = time.monotonic()
         if self._slurm is None or now >= self._slurm[0] + ASK_SLURM_S:
-            self._slurm = now, _lives_on_slurm(record)
+            self._slurm = now, _lives_on_slurm(record) if is_job_id(record["job_id"]) else None
         return self._slurm[1]
 
     def _look_at_rescue(self) -> tuple[object, ...]:

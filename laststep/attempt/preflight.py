@@ -1,9 +1,8 @@
 """Preflight: each node checks itself while torch is imported, so that a bad node fails in seconds and by name.
 
 The first rank of each node asks the driver about the GPUs and looks at memory and disks, in a thread; each rank checks
-a product on its own GPU once it has its device. A node that fails is a `BadNode`: the end is counted and retried, and
-its record blames the node. Anything that need not stop the run is a warning. `doctor --nodes` runs the same checks on
-every node of its roll call. Importing this module does not import torch.
+a product on its own GPU once it has its device. A node that fails is a `BadNode`, anything that need not stop the run a
+warning. `doctor --nodes` runs the same checks. Importing this module does not import torch.
 
 The driver is asked through nvidia-ml-py, an optional package. Without it, and where a GPU does not support a question,
 these checks find nothing.
@@ -128,32 +127,22 @@ def check_gpus(nvml: Any, wanted: int, visible: str | None) -> Iterator[Finding]
         yield Finding(f"the GPU driver does not work: {error}", fatal=True)
         return
     try:
-        yield from _check_count(nvml, wanted, visible)
-        for name in _names(nvml, visible):
+        count = nvml.nvmlDeviceGetCount()
+        if visible is None and count < wanted:
+            yield Finding(f"{counted(count, 'GPU')}, but the run needs {wanted}", fatal=True)
+        # An index or a UUID each. A slice of a GPU (MIG) has none of these properties.
+        names = [str(index) for index in range(count)] if visible is None else visible.split(",")
+        for name in [name.strip() for name in names if name.strip() and not name.strip().startswith("MIG")]:
+            handle = nvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID
             try:
-                yield from _check_gpu(nvml, _handle(nvml, name), name)
+                gpu = handle(int(name) if name.isdecimal() else name)
+                yield from _check_gpu(nvml, gpu, name)
             except nvml.NVMLError_GpuIsLost:
                 yield Finding(f"GPU {name}: gone from the bus", fatal=True)
             except nvml.NVMLError as error:
                 yield Finding(f"GPU {name}: {error}", fatal=True)
     finally:
         nvml.nvmlShutdown()
-
-
-def _names(nvml: Any, visible: str | None) -> list[str]:
-    """The GPUs to ask about: an index or a UUID each. A slice of a GPU (MIG) has none of these properties."""
-    names = map(str, range(nvml.nvmlDeviceGetCount())) if visible is None else visible.split(",")
-    return [name.strip() for name in names if name.strip() and not name.strip().startswith("MIG")]
-
-
-def _check_count(nvml: Any, wanted: int, visible: str | None) -> Iterator[Finding]:
-    count = nvml.nvmlDeviceGetCount()
-    if visible is None and count < wanted:
-        yield Finding(f"{counted(count, 'GPU')}, but the run needs {wanted}", fatal=True)
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
 
 
 def _check_gpu(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:

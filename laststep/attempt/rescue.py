@@ -1,24 +1,21 @@
 """After a fault: the surviving ranks save the last finished step together. They agree on it through the run folder.
 
-The key-value store may have died with rank 0, and so may the connections between the ranks. What is left is the file
-system that they share. Survivors may be one step apart: the dead rank's last all-reduce may have reached only some of
-them. (Just-in-time checkpointing: Gupta et al., EuroSys 2024.)
+The key-value store may have died with rank 0, and so may the connections between the ranks; the file system is left.
+Survivors may be one step apart: the dead rank's last all-reduce may have reached only some of them. (Just-in-time
+checkpointing: Gupta et al., EuroSys 2024.)
 
     1. Each survivor signs in with a file `rank_R.json`, before it freezes its state; afterwards it adds what it holds.
        It rewrites the file in every round, as a heartbeat.
     2. One survivor leads: the one that created `leader_0.json`, which a file system lets only one process do. It alone
-       reads the files of all ranks. It writes the plan into its own file in every round, and the others read only that.
-    3. The survivors that hold the state that is furthest along write a part of it each. The lowest of them commits, and
-       records the end of the attempt. If one dies meanwhile, the others share what it has not written. Of a sharded
-       state, the newest step counts of which every shard is held: by a rank that trains with it, or as a copy. Where
-       survivors are one step apart, those behind may first have to do the update of the newest step.
-    4. If the leader falls silent, another survivor creates `leader_1.json` and continues with the plan in
-       `leader_0.json`. Both may live for a while. That does no harm: a plan names its own folder for the files, only
-       ranks that know their state to be whole write them, and no commit replaces an intact checkpoint.
+       reads the files of all ranks, and writes the plan into its own in every round. The others read only that.
+    3. The ranks that the plan names write a part of the state each; one of them commits and records the end. If one
+       dies meanwhile, the others share what it has not written. laststep.attempt.rescue_plan decides what is planned.
+    4. If the leader falls silent, another survivor creates `leader_1.json` and continues with the plan. Both may live
+       for a while. That does no harm: a plan names its own folder for the files, only ranks that know their state to be
+       whole write them, and no commit replaces an intact checkpoint.
 
 No folder is ever listed, since a network file system may show an old list. With N survivors a round costs N reads by
-the leader and four small operations by each rank, so rounds are longer with more ranks. laststep.attempt.rescue_plan
-decides what is planned.
+the leader and four small operations by each rank, so rounds are longer with more ranks.
 """
 
 from __future__ import annotations
@@ -60,8 +57,7 @@ class Superseded(Exception):
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a rescue. Raises OSError, also where the run's folder is gone: a deleted run must not come
-    back as a folder that holds nothing else and takes its name."""
+    """Make the folder of a rescue. Raises OSError, also where the run is gone: a deleted run must not come back."""
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
 
@@ -103,7 +99,7 @@ class Rescue:
         self._update(frozen=True, holdings=holdings, gathered=gathered, silence=silence)
 
     def next_duty(self) -> Part | Plan | Gathered | None:
-        """What this rank is to do next: write a part, update, or act as the plan says. None at the end. Waits."""
+        """Wait for what this rank is to do next: write a part, update, or act as the plan says. None at the end."""
         with self._changed:
             while (duty := self.duty()) is None and not self.is_over:
                 self._changed.wait()
@@ -150,13 +146,13 @@ class Rescue:
         self._update(unable=why)
 
     def missing(self, plan: Plan) -> list[int]:
-        """The ranks that have not signed in, not even after the plan was made; and those of which their supervisor says
-        that they were killed after that."""
-
-        def is_absent(rank: int) -> bool:
-            return rank not in plan.present and read_survivor(self._folder, rank, self._seal) is None
-
-        return [rank for rank in range(self._size) if is_absent(rank) or (exit_status(self._folder, rank) or 0) < 0]
+        """The ranks that have not signed in, not even after the plan was made, or were killed after that."""
+        return [
+            rank
+            for rank in range(self._size)
+            if (rank not in plan.present and read_survivor(self._folder, rank, self._seal) is None)
+            or (exit_status(self._folder, rank) or 0) < 0
+        ]
 
     def close(self) -> None:
         """Stop the rounds."""
@@ -229,10 +225,18 @@ class Rescue:
         before, self._observed_at = self._observed_at, monotonic()
         roll.observe([one for one in found if one is not None], plan, self._observed_at - before)
         roll.gone.update(rank for rank in roll.unseen if gone_file(self._folder, rank).exists())
-        plan = next_plan(plan, roll, self._new_generation)
+
+        def new_generation() -> str:
+            self._generations += 1
+            return f"rescue-{self._term}-{self._generations}"
+
+        plan = next_plan(plan, roll, new_generation)
         board = self._board
         assert board is not None
-        over = plan is not None and plan.act and self._is_done(plan, roll)
+        over = False
+        if plan is not None and plan.act:  # until its actor has acted, or has died after it recorded the end
+            actor = roll.found[plan.actor]
+            over = (actor.acted and actor.generation == plan.generation) or self._is_recorded()
         progress = sum(one.progress for one in roll.found.values())
         board = Board(self._me.rank, board.beat + 1, progress, plan, over)
         with contextlib.suppress(OSError):  # the next round tries again
@@ -240,11 +244,6 @@ class Rescue:
             self._set_board(board)
             if over:
                 self._end()
-
-    def _is_done(self, plan: Plan, roll: Roll) -> bool:
-        """Whether the plan's actor has acted, or has died after it recorded the end."""
-        actor = roll.found[plan.actor]
-        return (actor.acted and actor.generation == plan.generation) or self._is_recorded()
 
     def _claim(self, term: int) -> None:
         """Try to become the leader of this term, and continue with the plan of the one before."""
@@ -259,10 +258,6 @@ class Rescue:
         self._term, self._roll = term, Roll(self._size, self.round_s)
         self._set_board(mine)
         self._lead(self._roll)
-
-    def _new_generation(self) -> str:
-        self._generations += 1
-        return f"rescue-{self._term}-{self._generations}"
 
     def _set_board(self, board: Board) -> None:
         with self._changed:
@@ -368,8 +363,8 @@ def silent_file(folder: Path) -> Path:
 
 
 def clear(rescues: Path, attempt: str) -> None:
-    """Remove what earlier rescues have left, as this attempt begins. A rank of it may have died already: what its
-    supervisor says of that stays. Raises OSError if files of this attempt's name may be left."""
+    """Remove what earlier rescues have left, but not what a supervisor says of a rank of this attempt that has died
+    already. Raises OSError if files of this attempt's name may be left."""
     with contextlib.suppress(OSError):  # no attempt looks into the folder of another
         for folder in rescues.iterdir():
             if folder.name != attempt:

@@ -2,12 +2,11 @@
 
 A state consists of shards: one that is not sharded is a single shard, of which each rank has a replica. A survivor may
 hold several shards, and one shard of several steps: what it trains with, and copies in host memory. The newest moment
-is saved at which the survivors hold every shard. Those that hold a shard share its bytes. Survivors may be one step
-apart, so that they hold no step as a whole; those behind then do the update of the newest step, if that completes it.
+is saved at which the survivors hold every shard; those that hold a shard share its bytes. Where they hold no step as a
+whole, those one step behind do the update of the newest step, if that completes it.
 
-First what the files of a rescue say (`Survivor`, `Plan`, `Board`), then the survivors as the leader sees them (`Roll`),
-then the decision (`next_plan`). Nothing here touches a file or a clock. Time is counted in rounds of the leader, so a
-process that was suspended does not make a rank look dead.
+Nothing here touches a file or a clock. Time is counted in rounds of the leader, so a process that was suspended does
+not make a rank look dead.
 """
 
 from __future__ import annotations
@@ -151,11 +150,11 @@ class Board:
     over: bool = False  # the end is recorded, and there is nothing left to save
 
 
-# Ranks that have not signed in are waited for this long after the last one that did, before anything is committed: they
-# may be a step ahead. All survivors notice a fault within half a second.
+# Ranks that have not signed in, which may be a step ahead, are waited for this long after the last one that did, before
+# anything is committed. All survivors notice a fault within half a second.
 GATHER_S = 1.5
-# The same while steps depend on the ranks that are missing: the survivors do not hold all of the newest state. So long
-# a wait is measured in seconds: on a busy machine a round may take ten times as long as it should, and SIGKILL nears.
+# The same while the survivors do not hold all of the newest state. So long a wait is measured in seconds: on a busy
+# machine a round may take ten times as long as it should, and SIGKILL nears.
 ALONE_S = 15.0
 LONGEST_ROUND_S = 1.0  # a round that takes longer counts as this much: the process may have been suspended
 # Writing begins this long after the last rank has said what it holds.
@@ -215,18 +214,27 @@ class Roll:
         """Those of them that get something done."""
         return [one for one in self.alive if not self._is_stuck(one.rank)]
 
-    def held(self) -> Held:
+    def held(self, able: Iterable[Survivor] | None = None) -> Held:
         """Which of them can write which shard of the state at which moment; the lowest rank first."""
-        return _held(self.able)
+        held: Held = {}
+        for one in self.able if able is None else able:
+            for holding in one.holdings if one.unable is None else ():
+                held.setdefault(holding.moment, {}).setdefault(holding.shard, []).append(one.rank)
+        return held
 
-    def committers(self, moment: Moment) -> list[int]:
+    def committers(self, moment: Moment, able: Iterable[Survivor] | None = None) -> list[int]:
         """Which of them can commit the state at this moment; the lowest rank first."""
-        return _committers(self.able, moment)
+        return [
+            one.rank
+            for one in (self.able if able is None else able)
+            if one.unable is None and any(holding.moment == moment and holding.commits for holding in one.holdings)
+        ]
 
-    @property
-    def best(self) -> Moment | None:
-        """The newest moment of which all shards are held."""
-        return self._best(self.able)
+    def best(self, able: Sequence[Survivor] | None = None) -> Moment | None:
+        """The newest moment of which all shards are held, by all who get something done or by these."""
+        able, count = self.able if able is None else able, self.shards
+        whole = (p for p, shards in self.held(able).items() if len(shards) == count and self.committers(p, able))
+        return max(whole, default=None)
 
     def to_advance(self) -> Gathered | None:
         """What those that are one step behind need to do its update, if that completes the newest step. None where the
@@ -234,16 +242,11 @@ class Roll:
         gathered = max((one.gathered for one in self.found.values() if one.gathered), default=None)
         if gathered is None:
             return None
-        best, able = self.best, self.able
+        best = self.best()
         if best is not None and best[0] >= gathered.step - 1:
             return None
-        best = self._best([one.advanced(gathered) for one in able])
+        best = self.best([one.advanced(gathered) for one in self.able])
         return gathered if best is not None and best[0] == gathered.step else None
-
-    def _best(self, able: Sequence[Survivor]) -> Moment | None:
-        count = self.shards
-        whole = (p for p, shards in _held(able).items() if len(shards) == count and _committers(able, p))
-        return max(whole, default=None)
 
     @property
     def all_frozen(self) -> bool:
@@ -253,7 +256,7 @@ class Roll:
     @property
     def has_settled(self) -> bool:
         """Whether writing should begin with the holders known so far."""
-        everybody = self.all_frozen and self._is_complete
+        everybody = self.all_frozen and not self.unseen
         return everybody or self._unannounced * self._round_s >= SETTLE_S
 
     def has_gathered(self, moment: Moment | None) -> bool:
@@ -265,8 +268,8 @@ class Roll:
         # A step that not even the survivors have all done is none of these: SIGKILL may be nearer than the wait for it.
         steps_at_stake = moment is None or (newest is not None and min(newest[0], self.done_step) > moment[0])
         if steps_at_stake and any(one.began_step for one in self.found.values()):
-            return self._is_complete or self._unjoined_s >= ALONE_S
-        return self._is_complete or self._unjoined * self._round_s >= GATHER_S
+            return not self.unseen or self._unjoined_s >= ALONE_S
+        return not self.unseen or self._unjoined * self._round_s >= GATHER_S
 
     @property
     def done_step(self) -> int:
@@ -282,33 +285,12 @@ class Roll:
         return min((step for step in steps.values() if step >= newest - 1), default=-1)
 
     @property
-    def _is_complete(self) -> bool:
-        """Whether no rank is left that could still sign in."""
-        return not self.unseen
-
-    @property
     def unseen(self) -> set[int]:
         """The ranks that may live, but have not signed in."""
         return set(range(self.size)) - self.found.keys() - self.gone
 
     def _is_stuck(self, rank: int) -> bool:
         return self._idle[rank] * self._round_s >= STUCK_S
-
-
-def _held(able: Iterable[Survivor]) -> Held:
-    held: Held = {}
-    for one in able:
-        for holding in one.holdings if one.unable is None else ():
-            held.setdefault(holding.moment, {}).setdefault(holding.shard, []).append(one.rank)
-    return held
-
-
-def _committers(able: Iterable[Survivor], moment: Moment) -> list[int]:
-    return [
-        one.rank
-        for one in able
-        if one.unable is None and any(holding.moment == moment and holding.commits for holding in one.holdings)
-    ]
 
 
 def _has_work(one: Survivor, plan: Plan | None) -> bool:
@@ -359,7 +341,7 @@ def is_behind(plan: Plan, holdings: Iterable[Holding]) -> bool:
 
 def _is_obsolete(plan: Plan, roll: Roll) -> bool:
     """Whether the plan cannot be carried out as it is, or a better state has been found."""
-    best = roll.best
+    best = roll.best()
     if plan.moment is None:
         return best is not None or plan.actor not in [one.rank for one in roll.able]
     if plan.actor not in roll.committers(plan.moment) or (best is not None and best > plan.moment):
@@ -378,7 +360,7 @@ def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
     the survivors begin anew, in a folder where the first writes nothing if it comes back."""
     if plan is None or plan.moment is None:
         return None
-    committers, best = roll.committers(plan.moment), roll.best
+    committers, best = roll.committers(plan.moment), roll.best()
     can_begin_anew = best is not None and best >= plan.moment
     if plan.actor in committers or not committers or can_begin_anew or not _is_complete(plan, plan.moment, roll):
         return None
@@ -386,7 +368,7 @@ def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
 
 
 def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
-    held, moment = roll.held(), roll.best
+    held, moment = roll.held(), roll.best()
     if moment is None:
         able = roll.able
         return Plan(new_generation(), able[0].rank, None) if able and roll.has_gathered(None) else None
@@ -420,15 +402,10 @@ def _share_anew(plan: Plan, roll: Roll) -> Plan:
         if part.file in written or part.rank in held.get(part.shard, ()):
             parts.append(part)
         else:
-            size = _size(plan.moment, part.shard, roll)
+            holdings = (holding for one in roll.able for holding in one.holdings)
+            size = next(one.bytes for one in holdings if (one.moment, one.shard) == (plan.moment, part.shard))
             parts.extend(_shared(part.shard, part.stripe, size, held[part.shard]))
     return replace(plan, parts=tuple(parts))
-
-
-def _size(moment: Moment, shard: int, roll: Roll) -> int:
-    """The bytes of a shard that a survivor holds."""
-    holdings = (holding for one in roll.able for holding in one.holdings)
-    return next(holding.bytes for holding in holdings if (holding.moment, holding.shard) == (moment, shard))
 
 
 def _written(plan: Plan, roll: Roll) -> dict[str, Any]:

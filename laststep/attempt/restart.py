@@ -96,8 +96,8 @@ class Actor(enum.Enum):
 
 def who_acts(world: World, fault: Fault, shell_killed: bool, srun_ends: bool) -> Actor:
     """Who acts after this fault. `shell_killed`: Slurm says that the batch shell is gone. `srun_ends`: the batch shell
-    was asked to end srun. Else srun may never end where a rank is silent: it waits forever for a rank that ended on a
-    node which it could not reach at that moment. After a signal torchrun does not restart anything."""
+    was asked to end srun, which may otherwise wait forever for a silent rank. After a signal torchrun restarts nothing.
+    """
     if shell_killed:
         return Actor.RANK
     if world.step_restarts is not None:
