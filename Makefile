@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Tests start hundreds of interpreters, which would each compile the package if they could not keep what they compile.
-test test-fast test-oldest test-silent test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-long test-oldest test-silent test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train check docs check-docs test test-fast test-oldest test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs check-docs test test-fast test-long test-oldest test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -23,8 +23,11 @@ docs: $(VENV)/installed-dev  ## the documentation as a site in site/; a broken l
 WORKERS ?= 4
 GROUPED := --dist loadgroup --no-loadscope-reorder
 
-test: $(VENV)/installed-dev system-packages  ## all tests except those that need a GPU; some start a real Slurm
-	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu and not retyped" $(PYTEST_ARGS)
+test: $(VENV)/installed-dev system-packages  ## the tests, but those for a GPU and the long ones; some start a real Slurm
+	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu and not retyped and not long" $(PYTEST_ARGS)
+
+test-long: $(VENV)/installed-dev system-packages  ## more places, ranks and launchers for what `make test` proves
+	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m long $(PYTEST_ARGS)
 
 check-docs: $(VENV)/installed-dev system-packages  ## whether each page and picture of docs shows what is printed today
 	$(BIN)/python -m pytest -m retyped tests/test_docs.py

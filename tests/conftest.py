@@ -16,7 +16,7 @@ from laststep.config.config import PACKAGED
 from laststep.ranks.process import STOP_SIGNALS
 from tests.support.commands import FAKE_SBATCH, NO_SLURM, fake_squeue
 from tests.support.project import SILENT, SILENT_PATH, make_shared_folder, remove_shared_folder
-from tests.support.running_order import arrange
+from tests.support.running_order import arrange, missing
 
 # Hundreds of processes import the project: each would compile it anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -68,7 +68,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = not any("::" in word for word in config.args)
+    if whole and (gone := missing(item.nodeid for item in items)):
+        raise pytest.UsageError(f"tests/support/running_order.py: LONG names no test: {gone}")
     for item in items:
         if "tests/slurm/" in item.nodeid:
             item.add_marker(pytest.mark.slurm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.project import PROJECT
-from tests.support.running_order import QUICK, SLOW, alternate, is_slow
+from tests.support.running_order import LONG, QUICK, SLOW, alternate, is_long, is_slow, missing
 
 
 @pytest.mark.parametrize("place", [*SLOW, *QUICK])
@@ -19,6 +19,19 @@ def test_listed_tests_exist(place: str) -> None:
 def test_quick_tests_are_exceptions() -> None:
     assert not any(is_slow(f"tests/{place}") for place in QUICK)
     assert is_slow("tests/slurm/test_operate.py::test_a_sweep") and not is_slow("tests/config/test_config.py::test_any")
+
+
+def test_long_tests() -> None:
+    """They are slow, so `make test-fast` leaves them out, too. A case that is gone is named where its module is
+    collected."""
+    assert all(is_slow(f"tests/{test}") for test in LONG)
+    assert is_long("tests/loops/test_exact.py::test_stop_anywhere[first-step]")
+    assert not is_long("tests/loops/test_exact.py::test_stop_anywhere[mid-epoch]")
+    assert not is_long("tests/loops/test_exact.py::test_compiled")
+    assert missing(["tests/loops/test_sizes.py::test_another"]) == [
+        "loops/test_sizes.py::test_one_four_three_two_ranks[2]"
+    ]
+    assert missing(["tests/loops/test_sizes.py::test_one_four_three_two_ranks[2]"]) == []
 
 
 def test_waiting_and_computing_alternate() -> None:

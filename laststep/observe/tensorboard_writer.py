@@ -5,33 +5,42 @@ metrics.jsonl, and cuts each file at the first difference: points of steps that 
 or damage. Then it writes the missing points to a new file of this attempt. So the files, read one after the other,
 contain each point once. A TensorBoard that has already read points which were cut drops them when it reads the header
 of the next file.
+
+The files are written with the parts of tensorboard that do not need tensorflow: its EventFileWriter, and so torch's
+SummaryWriter, import tensorflow wherever it is installed. They are imported only once there is something to write.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from laststep.compat import event_file_parts, hparams_parts
 from laststep.ranks.disk import NO_PATIENCE, Patience
 from laststep.records.append_only import append
+from laststep.records.metrics import VALIDATED, is_step, read_lines
 from laststep.rundir import RunDir
 from laststep.say import say
-
-if TYPE_CHECKING:
-    from laststep.observe.event_files import Point, Points
 
 EVERY_S = 5.0  # between two copies; TensorBoard reloads no more often either
 PAUSE_S = 0.02  # now and then during a long copy, so that the training gets the interpreter's lock
 COMPLETE_S = 60.0  # the longest wait for the last copy, in case the disk does not answer
 LAST_S = 20.0  # how long the last copy insists on a disk that refuses
 BATCH = 200  # points per write
+PAUSE_EVERY = 200  # lines of metrics.jsonl
+PLACE = ("step", "epoch", "time", "skipped")  # fields of metrics.jsonl that are not curves; all others are
 # TensorBoard reads the files in the order of their names. Files of other writers in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
+HPARAMS = "events.out.tfevents.000000.hparams"  # before all others: TensorBoard never returns to an earlier file
 # Held while tensorboard is imported, and by every fork, e.g. of a loader that starts its workers. A module that is half
 # imported at a fork stays so in the child, and a worker that imports it too would wait forever.
 _importing = threading.RLock()
@@ -88,7 +97,7 @@ class TensorBoard:
             return
         try:
             with _importing:
-                from laststep.observe import event_files  # noqa: F401
+                event_file_parts()
         except Exception as error:  # not installed, or incompatible with the installed protobuf
             say(f"no curves for TensorBoard: {error}")
             return
@@ -109,11 +118,9 @@ class TensorBoard:
 
     def _copy_all(self) -> None:
         """Append what is missing, and write the run's settings. Raises OSError."""
-        from laststep.observe import event_files
-
         try:
             self._copy()
-            event_files.write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
+            write_hparams(self._run_folder, finished=self._stage is _Stage.FINISHED)
         except OSError:
             self._points = None  # the files must be compared
             raise
@@ -132,8 +139,6 @@ class TensorBoard:
 
     def _compare(self) -> Iterator[Point]:
         """Cut the existing files where they differ from metrics.jsonl; returns the points that they lack."""
-        from laststep.observe.event_files import Points, fit
-
         self._folder.mkdir(exist_ok=True)
         files = sorted(self._folder.glob(FILE.format("*")))
         if self._path is None:
@@ -148,3 +153,149 @@ class TensorBoard:
         """Let the training have the interpreter's lock. Raises _Abandoned once the attempt has stopped."""
         if self._over.wait(PAUSE_S) and self._stage is _Stage.STOPPED:
             raise _Abandoned
+
+
+@dataclass(frozen=True)
+class Point:
+    """The values at one step: those of the step itself, or those of the epoch that it ended."""
+
+    step: int
+    time: float  # Unix seconds
+    values: dict[str, float]  # by tag
+    ends_epoch: bool = False
+
+    def record(self) -> bytes:
+        """Its bytes in an event file. The same point always has the same bytes."""
+        parts = event_file_parts()
+        values = [parts.Summary.Value(tag=tag, simple_value=value) for tag, value in self.values.items()]
+        return framed(parts.Event(wall_time=self.time, step=self.step, summary=parts.Summary(value=values)))
+
+    def header(self) -> bytes:
+        """The bytes that precede it when it is the first point of a file. On reading them, TensorBoard drops all points
+        from this step on."""
+        # The point of an epoch follows the point of its last step, which may be in the previous file and must stay.
+        drop_from = self.step + 1 if self.ends_epoch else self.step
+        parts = event_file_parts()
+        log = parts.SessionLog(status=parts.SessionLog.START)
+        start = parts.Event(wall_time=self.time, step=drop_from, session_log=log)
+        return framed(parts.Event(wall_time=self.time, file_version="brain.Event:2")) + framed(start)
+
+
+class Points:
+    """The points of a metrics.jsonl: every `log_every`-th step, and every epoch.
+
+    Each iteration continues where the previous one ended. `pause` is called after every PAUSE_EVERY lines.
+    """
+
+    def __init__(self, path: Path, log_every: int, pause: Callable[[], object] = lambda: None) -> None:
+        self._path = path
+        self._log_every = log_every
+        self._pause = pause
+        self._offset = 0
+        self._time = 0.0  # of the newest step, also used for an epoch, whose line has no time
+
+    def __iter__(self) -> Iterator[Point]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return  # the line is still being written
+                self._offset += len(line)
+                if point := self._point(json.loads(line)):
+                    yield point
+                if number % PAUSE_EVERY == 0:
+                    self._pause()
+
+    def _point(self, line: dict[str, Any]) -> Point | None:
+        ends_epoch = not is_step(line)
+        if ends_epoch:
+            values = {_tag(name): value for name, value in line.items() if name not in PLACE}
+        else:
+            self._time = line["time"]
+            if line["step"] % self._log_every:
+                return None
+            values = {f"train/{name}": value for name, value in line.items() if name not in PLACE}
+        # JSON has no NaN, so the line has null; TensorBoard marks NaN in the curve.
+        numbers = {tag: math.nan if value is None else value for tag, value in values.items()}
+        return Point(line["step"], self._time, numbers, ends_epoch)
+
+
+def fit(files: Sequence[Path], points: Iterator[Point]) -> Iterator[Point]:
+    """Cut each file at the first byte that differs from these points; returns the points that the files lack. Raises
+    OSError."""
+    point = next(points, None)
+    for path in files:
+        with path.open("rb+") as file:
+            end = 0
+            while point is not None:
+                expected = point.record() if end else point.header() + point.record()
+                if file.read(len(expected)) != expected:
+                    break
+                end += len(expected)
+                point = next(points, None)
+            file.truncate(end)
+    return points if point is None else chain([point], points)
+
+
+def _tag(name: str) -> str:
+    """The tag under which TensorBoard shows a value of an epoch."""
+    if name == "train_loss":
+        return "train/epoch_loss"
+    return name.replace("_", "/", 1) if name.startswith(VALIDATED) else f"epoch/{name}"
+
+
+def framed(event: Any) -> bytes:
+    """The bytes of an event in a file."""
+    buffer = io.BytesIO()
+    event_file_parts().RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+def write_hparams(run: RunDir, finished: bool) -> None:
+    """Write the file, or add what it lacks; nothing for a run that is not part of a sweep. Raises OSError."""
+    varied = _varied(run)
+    with run.metrics.open("rb") as file:
+        first = file.readline()
+    if not varied or not first.endswith(b"\n"):
+        return
+    at = json.loads(first)["time"]
+    wanted = _start(varied, at) + (_end(at) if finished else b"")
+    path = run.tensorboard / HPARAMS
+    found = path.read_bytes() if path.exists() else b""
+    if not wanted.startswith(found):  # damaged, or the run has been extended
+        path.unlink()
+        found = b""
+    if lacking := wanted[len(found) :]:
+        append(path, lacking)
+
+
+def _varied(run: RunDir) -> dict[str, Any]:
+    """The keys that the run's sweep varies, with this run's values; empty without a sweep."""
+    if (sweep := run.sweep_folder) is None:
+        return {}
+    lines = (line for line in read_lines(sweep.sweep) if line["run"] == run.name)
+    return {key: value for key, value in next(lines, {}).items() if key not in ("run", "typed")}
+
+
+def _start(varied: Mapping[str, Any], at: float) -> bytes:
+    parts = hparams_parts()
+    session = parts.SessionStartInfo(start_time_secs=at)
+    for key, value in varied.items():
+        if isinstance(value, bool):
+            session.hparams[key].bool_value = value
+        elif isinstance(value, (int, float)):
+            session.hparams[key].number_value = value
+        else:
+            session.hparams[key].string_value = str(value)
+    return _record(parts.START_TAG, parts.PluginData(session_start_info=session), at)
+
+
+def _end(at: float) -> bytes:
+    parts = hparams_parts()
+    return _record(parts.END_TAG, parts.PluginData(session_end_info=parts.SessionEndInfo(status=parts.SUCCESS)), at)
+
+
+def _record(tag: str, data: Any, at: float) -> bytes:
+    parts = hparams_parts()
+    value = parts.Summary.Value(tag=tag, metadata=parts.metadata(data), tensor=parts.nothing)
+    return framed(parts.Event(wall_time=at, summary=parts.Summary(value=[value])))

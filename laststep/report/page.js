@@ -1,10 +1,10 @@
-// Draws the curves of the report with plotly. Their data are in #curves, see figures.py.
+// Draws the curves of the report with plotly. Their data are in #curves, see curves.py.
 "use strict";
 (() => {
   const POINT_PX = 5, MIN_POINTS = 120; // where the points of a line have less room than this, neighbours are merged
   const MAX_DOTS = 40; // a line of at most this many points has a dot for each, so that a single point is visible
   const MAX_FULL_ENDS = 20; // if there are more ends of attempts, they are marked only at the foot of the figure
-  const COLOURS = 6, DASHES = ["solid", "dash", "dot"]; // as in figures.py and page.css
+  const COLOURS = 6, DASHES = ["solid", "dash", "dot"]; // as in curves.py and page.css
   const {runs, figures} = JSON.parse(document.getElementById("curves").textContent);
   const hidden = new Set(); // the numbers of the runs that the reader has switched off
   const ranges = {}; // "step" and "epoch" -> what the reader has zoomed into: the figures of a unit share it

@@ -16,10 +16,8 @@ from laststep.config.schema import READY_MADE
 from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.submissions import SubmissionRecord
-from laststep.report.curves import Curves
-from laststep.report.figures import Figure, colour, legend
-from laststep.report.figures import html as figures_html
-from laststep.report.timeline import Timeline, steps, when
+from laststep.report.curves import Curves, Figure, colour, draw, legend
+from laststep.report.timeline import ShownAttempt, picture, steps, table, when
 from laststep.runs.run_status import TimeSplit
 from laststep.say import counted
 
@@ -85,15 +83,16 @@ class Run:
     yaml: str  # the text of config.yaml
 
     @property
-    def timeline(self) -> Timeline:
+    def attempts(self) -> list[ShownAttempt]:
         """Its attempts, each with an end."""
-        return Timeline.of(self.records, self.alive, time.time(), self.curves.last_step_at)
+        now, last_step_at = time.time(), self.curves.newest.get("time")
+        return [ShownAttempt.of(record, self.alive, now, last_step_at) for record in self.records]
 
     @property
     def facts(self) -> dict[str, Fact]:
         """The figures at the top of the page, by name."""
         step = "-" if self.step is None else steps(self.step)
-        attempts = self.timeline.attempts
+        attempts = self.attempts
         lost = [attempt.lost_steps for attempt in attempts if attempt.lost_steps is not None]
         return {
             "step": Fact(f"{step} of {self.total_steps:,}" if self.total_steps else step),
@@ -131,7 +130,11 @@ def page(runs: Sequence[Run]) -> str:
     title, wide = ", ".join(run.name for run in runs), ' class="many"' * many
     attempts = "<h2>Attempts</h2>\n" * many
     attempts += "".join(_folded(run) if many else _attempts(run, "" if one else run.name) for run in runs)
-    more = _starts(runs[0]) + _yaml(runs[0]) if one else ""
+    more = ""
+    if one:
+        more = (
+            f"{_starts(runs[0])}<details><summary>Configuration</summary><pre>{escape(runs[0].yaml)}</pre></details>\n"
+        )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -269,7 +272,7 @@ def _figures(runs: Sequence[Run]) -> str:
     several = len(runs) > 1
     how = "Drag to zoom in, double-click to zoom out." + " Click a name to hide that run." * several
     names = legend([run.name for run in runs]) if several else ""
-    drawn = figures_html(figures, [(run.name, run.timeline.attempts) for run in runs])
+    drawn = draw(figures, [(run.name, run.attempts) for run in runs])
     return (
         f'<h2>Curves <small class="how">{how}</small></h2>\n'
         f"<noscript>The curves need JavaScript.</noscript>\n{names}{drawn}"
@@ -280,9 +283,9 @@ def _attempts(run: Run, name: str) -> str:
     title = f"Attempts of {escape(name)}" if name else "Attempts"
     if not run.records:
         return f'<section class="run"><h2>{title}</h2>\n<p class="empty">No attempt has started yet.</p></section>\n'
-    timeline = run.timeline
+    attempts = run.attempts
     return (
-        f'<section class="run"><h2>{title}</h2>\n{timeline.picture(run.curves.done_at)}{timeline.table()}'
+        f'<section class="run"><h2>{title}</h2>\n{picture(attempts, run.curves.done_at)}{table(attempts)}'
         f"{time_bar(run.time)}</section>\n"
     )
 
@@ -308,10 +311,6 @@ def _command(submission: SubmissionRecord) -> str:
 def _commits(submissions: Sequence[SubmissionRecord]) -> list[str]:
     """The commits of the code that was submitted, abbreviated, oldest first."""
     return list(dict.fromkeys(commit[:10] for line in submissions if (commit := line.get("commit"))))
-
-
-def _yaml(run: Run) -> str:
-    return f"<details><summary>Configuration</summary><pre>{escape(run.yaml)}</pre></details>\n"
 
 
 def _label(name: str) -> str:

@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.report.curves import MAX_POINTS, Curve
-from laststep.report.timeline import Span, Timeline
+from laststep.report.timeline import ShownAttempt, Span, spans_of, table
 from laststep.rundir import RunDir
 from tests.support.needs import require
 from tests.support.project import DEADLINE_S
@@ -188,7 +188,8 @@ def test_spans_of_time() -> None:
         attempt(2, 220, 240, (85, 85), "cancelled"),
         attempt(3, 300, None, (85, 85), None),
     ]
-    spans = Timeline.of(records, True, BEGAN + 400, None).spans({50: BEGAN + 95, 85: BEGAN + 150})
+    attempts = [ShownAttempt.of(record, True, BEGAN + 400, None) for record in records]
+    spans = spans_of(attempts, {50: BEGAN + 95, 85: BEGAN + 150})
     assert [(span.kind, span.start - BEGAN, span.end - BEGAN) for span in spans] == [
         ("running", 0, 95),
         ("saving", 95, 100),
@@ -219,14 +220,14 @@ def test_where_the_time_went(root: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 def test_a_killed_attempt_is_not_in_progress() -> None:
     """An attempt that was killed a week ago did not run for a week: it is drawn up to its last step."""
-    left = [attempt(0, 0, None, (0, 0), None)]
+    left = attempt(0, 0, None, (0, 0), None)
     week = BEGAN + 7 * 86400
-    assert Timeline.of(left, False, week, BEGAN + 60).spans({}) == [Span("running", BEGAN, BEGAN + 60)]
-    timeline = Timeline.of(left, False, week, BEGAN + 60)
-    assert timeline.attempts[0].reason == "lost" and "unknown" in timeline.table(), "nobody has counted its lost steps"
-    assert "<th>ranks</th>" in timeline.table() and "<td>4</td>" in timeline.table()
-    assert Timeline.of(left, False, week, None).spans({}) == []
-    assert Timeline.of(left, True, BEGAN + 60, BEGAN + 50).attempts[0].reason == "in progress"
+    killed = ShownAttempt.of(left, False, week, BEGAN + 60)
+    assert spans_of([killed], {}) == [Span("running", BEGAN, BEGAN + 60)]
+    assert killed.reason == "lost" and "unknown" in table([killed]), "nobody has counted its lost steps"
+    assert "<th>ranks</th>" in table([killed]) and "<td>4</td>" in table([killed])
+    assert spans_of([ShownAttempt.of(left, False, week, None)], {}) == []
+    assert ShownAttempt.of(left, True, BEGAN + 60, BEGAN + 50).reason == "in progress"
 
 
 def test_an_attempt_in_progress(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-import laststep.observe
 from laststep.checkpoint.store import CheckpointStore
-from laststep.observe import event_files, tensorboard_writer
+from laststep.observe import tensorboard_writer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.records import append_only
 from laststep.records.metrics import read_lines
@@ -235,7 +234,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tensorboard_writer, "EVERY_S", 0.001)
     writer = TensorBoard(run, LOG_EVERY, writes=True)
     writer.start()
-    path = run.tensorboard / event_files.FILE
+    path = run.tensorboard / tensorboard_writer.HPARAMS
     until(path.exists, "the values")
     writer.end()
     writer._thread.join(60)
@@ -254,7 +253,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_of_its_own(run: RunDir) -> None:
     """It varies nothing, and would be an empty line in the tab."""
     attempt(run, metrics(10))
-    assert not (run.tensorboard / event_files.FILE).exists()
+    assert not (run.tensorboard / tensorboard_writer.HPARAMS).exists()
 
 
 def test_files_of_others(run: RunDir) -> None:
@@ -350,8 +349,6 @@ def test_a_stop_of_a_young_attempt(run: RunDir) -> None:
 
 def test_without_tensorboard(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment made by hand may lack tensorboard; training works without it."""
-    monkeypatch.delitem(sys.modules, "laststep.observe.event_files", raising=False)
-    monkeypatch.delattr(laststep.observe, "event_files", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     said: list[str] = []
     monkeypatch.setattr(tensorboard_writer, "say", said.append)

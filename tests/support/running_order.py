@@ -1,4 +1,4 @@
-"""Which tests are slow, and the order in which `make test` runs them.
+"""Which tests are slow, which of them `make test` leaves to `make test-long`, and the order in which it runs the rest.
 
 Tests on a real Slurm mostly wait, and other slow tests mostly compute: taken alternately they leave neither core idle.
 Quick tests come last, so that all test processes finish at about the same time.
@@ -6,7 +6,7 @@ Quick tests come last, so that all test processes finish at about the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import pytest
@@ -62,6 +62,7 @@ SLOW = (
     "loops/test_custom_shares.py::test_own_batches",
     "loops/test_exact",
     "loops/test_extend",
+    "loops/test_hooks",
     "loops/test_learner.py::test_activation_checkpointing_changes_nothing",
     "loops/test_opaque",
     "loops/test_script_loops",
@@ -69,6 +70,7 @@ SLOW = (
     "loops/test_sharded_shares",
     "loops/test_shares",
     "loops/test_sizes",
+    "loops/test_unused",
     "loops/test_weights",
     "observe/test_report.py::test_a_million_steps",
     "observe/test_report.py::test_in_a_browser",
@@ -76,6 +78,7 @@ SLOW = (
     "observe/test_tensorboard.py::test_an_attempt_that_begins_with_a_validation",
     "observe/test_tensorboard.py::test_any_damage",
     "observe/test_tensorboard.py::test_attempts_that_ended_in_different_ways",
+    "observe/test_tensorboard.py::test_killed_once_the_end_is_recorded",
     "observe/test_troubleshooting",
     "records/test_attempts.py::test_many_ranks_end_the_attempt_at_once",
     "records/test_metrics.py::test_each_step_once",
@@ -105,16 +108,116 @@ QUICK = (
 )
 
 
+# The cases, by test, that prove again at another place or with another program what the cases beside them prove in
+# `make test`. `make test-long` runs these alone: before a release, or after a change to what they test.
+LONG = {
+    "attempt/test_network_disk.py::test_the_next_attempt_begins_at_the_rescued_step": ["kill step 6 rank 1"],
+    "attempt/test_rescue.py::test_killed_in_the_save_of_a_stop": ["2-1"],
+    "attempt/test_rescue.py::test_killed_while_metrics_are_being_read": ["1"],
+    "attempt/test_rescue.py::test_stuck": ["halt step 10 rank 1"],
+    "attempt/test_restore.py::test_a_listing_that_fails_for_a_moment": ["EACCES"],
+    "attempt/test_sharded_rescue.py::test_no_step_is_lost": [
+        "train.sharding-kill step 5 rank 0",
+        "checkpoint.replicas-kill step 5 rank 3",
+    ],
+    "attempt/test_silence.py::test_killed": ["2-kill step 10 rank 1", "2-kill step 1 rank 1"],
+    "attempt/test_silence.py::test_stopped": ["SIGTERM validation 2 rank 0"],
+    "frameworks/test_frameworks.py::test_resumes_exactly": ["ddp-torch-3-step 2"],
+    "gpu/test_runs.py::test_from_device_to_device": ["cpu-cpu"],
+    "gpu/test_runs.py::test_saves_beside_the_training": ["cpu"],
+    "job/test_supervisor.py::test_a_frozen_rank_is_killed": ["two hosts"],
+    "job/test_supervisor.py::test_a_rank_that_waits_for_a_slow_disk": ["preempted"],
+    "job/test_supervisor.py::test_a_signal_is_passed_on": ["15", "2"],
+    "job/test_supervisor.py::test_after_a_hang_somebody_requeues": ["two hosts"],
+    "loops/test_behind_a_device.py::test_the_step_before_is_saved": ["task-2", "custom-2", "custom-6"],
+    "loops/test_custom_loop.py::test_an_awkward_loop": ["2-step 5 rank 1-5", "2-step 7 rank 0-7"],
+    "loops/test_custom_loop.py::test_killed": ["2-example-step 10 rank 1-9", "2-awkward-step 4 rank 0-3"],
+    "loops/test_custom_loop.py::test_own_batches_a_second_loader_and_validations_within_epochs": ["step 3 rank 1-3"],
+    "loops/test_custom_loop.py::test_parameters_from_a_set": ["1"],
+    "loops/test_custom_loop.py::test_replaced_buffers": ["1-SIGTERM step 3 rank 0"],
+    "loops/test_custom_loop.py::test_replaced_buffers_and_a_killed_rank": ["1"],
+    "loops/test_custom_loop.py::test_stop_anywhere": [
+        "2-step 1 rank 0-1",
+        "2-step 7 rank 1-7",
+        "2-step 8 rank 0,1-8",
+        "4-step 3 rank 2-3",
+        "4-validation 1 rank 0-7",
+    ],
+    "loops/test_custom_sharding.py::test_a_replica_survives": ["SIGKILL step 12 rank 3"],
+    "loops/test_custom_sharding.py::test_stop_anywhere": ["step 1 rank 0-1", "validation 11 rank 1-16"],
+    "loops/test_exact.py::test_each_option": ["optim.schedule=constant optim.name=adamw optim.lr=0.001"],
+    "loops/test_exact.py::test_four_ranks": ["step 3 rank 2", "step 7 rank 1", "step 8 rank 1,2"],
+    "loops/test_exact.py::test_stop_anywhere": ["first-step", "last-step-of-an-epoch"],
+    "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
+    "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
+    "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
+    "proof/test_prove.py::test_every_port_is_exact": [
+        "fabric-lightning-5-1 stop, 1 killed rank",
+        "ddp-torch-5-1 stop, 1 killed rank",
+        "gpt-torch-5-1 stop, 1 killed rank",
+    ],
+    "proof/test_prove.py::test_interrupted": ["15"],
+    "ranks/test_network.py::test_ranks_meet_over_a_real_link": ["no names", "env", "tcp IPv6"],
+    "slurm/test_by_hand.py::test_a_users_script_restarts_the_ranks": ["torchrun.sbatch"],
+    "slurm/test_launchers.py::test_a_script_on_accelerate": [
+        "--local",
+        "--spawn",
+        "mpirun",
+        "torch's own variables",
+        "submitit, local",
+    ],
+    "slurm/test_launchers.py::test_contradiction": [
+        "python",
+        "torchrun, once per node by hand",
+        "torchrun, once per node under srun",
+        "srun in salloc",
+        "mpirun in sbatch",
+        "torch's own variables",
+        "submitit, local",
+        "submitit, debug",
+        "a notebook",
+    ],
+    "slurm/test_launchers.py::test_it_starts_stops_and_goes_on": [
+        "torchrun, once per node by hand",
+        "srun in salloc",
+        "mpirun in sbatch",
+        "submitit, debug",
+    ],
+    "slurm/test_restart.py::test_a_signal_between_two_starts": ["term-signal1-end1"],
+    "slurm/test_restart.py::test_a_signal_between_two_starts_in_a_step": ["usr2-signal0-ends0"],
+    "slurm/test_silence.py::test_a_killed_rank": ["1"],
+    "slurm/test_submit.py::test_gpus_that_torch_cannot_use": ["launch.slurm.gres=gpu:2"],
+    "submission/test_local_silence.py::test_a_killed_rank": ["1"],
+}
+
+
 def is_slow(nodeid: str) -> bool:
     """Whether the test with this id is slow."""
     place = nodeid.removeprefix("tests/")
     return place.startswith(SLOW) and not place.startswith(QUICK)
 
 
+def is_long(nodeid: str) -> bool:
+    """Whether `make test` leaves the test with this id to `make test-long`."""
+    test, _, case = nodeid.removeprefix("tests/").partition("[")
+    return case.removesuffix("]") in LONG.get(test, ())
+
+
+def missing(nodeids: Iterable[str]) -> list[str]:
+    """What LONG names in vain: cases that are not among all tests of its modules. A new name of a case, or of its test,
+    would silently bring it back into `make test`."""
+    there = {nodeid.removeprefix("tests/") for nodeid in nodeids}
+    modules = {test.partition("::")[0] for test in there}
+    named = (f"{test}[{case}]" for test, cases in LONG.items() for case in cases if test.partition("::")[0] in modules)
+    return [place for place in named if place not in there]
+
+
 def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Mark the slow tests, and return all tests in the order in which to run them."""
+    """Mark the slow and the long tests, and return all tests in the order in which to run them."""
     waiting, computing, quick = list[pytest.Item](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
             (waiting if item.get_closest_marker("slurm") else computing).append(item)

@@ -685,7 +685,7 @@ class Drawn(Faulty):
 
     def await_curves(self) -> None:
         """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from laststep.observe.event_files import Points
+        from laststep.observe.tensorboard_writer import Points
 
         run = Trainer(self.config).run
         wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")
