@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laststep import compat
 from laststep.compat import compiler as compat_compiler
-from laststep.compat import cuda_driver, generator_state, kernels, sharding
+from laststep.compat import cuda_driver, generator_state, kernels
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
@@ -495,7 +494,7 @@ def test_a_flag_for_the_scaler() -> None:
     for found, left, scale in ((1.0, 1.0, 2.0), (0.0, 0.0, 2.0)):
         scaler.scale(torch.ones(()))
         parameter.grad = torch.ones(3)
-        sharding.set_found_inf(scaler, optimizer, torch.tensor(found))
+        compat.set_found_inf(scaler, optimizer, torch.tensor(found))
         scaler.step(optimizer)
         scaler.update()
         assert parameter.tolist() == [left] * 3 and scaler.get_scale() == scale
@@ -504,7 +503,7 @@ def test_a_flag_for_the_scaler() -> None:
 def test_tensors_are_scaled_together() -> None:
     """Clipping a gradient of thousands of tensors must not cost thousands of calls."""
     tensors = [torch.ones(2), torch.ones(3)]
-    sharding.scale_each(tensors, torch.tensor(0.5))
+    compat.scale_each(tensors, torch.tensor(0.5))
     assert torch.cat(tensors).tolist() == [0.5] * 5
 
 
@@ -512,73 +511,9 @@ def test_what_this_rank_holds_of_a_tensor() -> None:
     """Where a rescue looks whether a sharded weight has been moved in memory."""
     with pretended_rank(ShardPlace(1, 2, 0, 1)) as mesh, torch.no_grad():
         weight = nn.Parameter(sharded(torch.ones(3, 2), ShardPlace(1, 2, 0, 1), mesh))
-        assert sharding.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
+        assert compat.on_this_rank(weight).data_ptr() == weight.to_local().data_ptr() > 0  # type: ignore
     plain = torch.ones(2)
-    assert sharding.on_this_rank(plain) is plain
-
-
-def test_recording_operators() -> None:
-    """A model is built without memory by noting each operator. One that were not noted, or not recognised as drawing or
-    writing, would give a sharded run other initial weights."""
-    noted: list[tuple[Any, ...]] = []
-    with sharding.recording(lambda *given: noted.append(given)):
-        weight = torch.empty(2, 3, device="meta")
-        weight.normal_(std=0.5)
-        torch.add(weight[0], 1, out=torch.empty(3, device="meta"))
-    noted = [each for each in noted if sharding.name_of(each[0]) != "aten::detach"]  # a view
-    names = [sharding.name_of(operator) for operator, *_ in noted]
-    assert names == ["aten::empty", "aten::normal_", "aten::select", "aten::empty", "aten::add"]
-    assert [torch.Tag.nondeterministic_seeded in operator.tags for operator, *_ in noted[:2]] == [False, True]
-    writes = [sharding.written_by(operator, args, kwargs) for operator, args, kwargs, _ in noted]
-    assert [len(written) for written in writes] == [0, 1, 0, 0, 1]
-    memories = [sharding.storage_of(each) for each in (*writes[1], *writes[4])]
-    assert memories == [sharding.storage_of(each) for each in (weight, noted[3][3])]
-
-
-def test_memories_of_tensors() -> None:
-    """A view is part of the memory that it shows, also where there is no data."""
-    for device in ("cpu", "meta"):
-        tensor, other = torch.empty(3, device=device), torch.empty(3, device=device)
-        assert sharding.storage_of(tensor[1:]) == sharding.storage_of(tensor) != sharding.storage_of(other)
-
-
-def test_truncated_normal_draws() -> None:
-    """torch leaves out a tensor on the meta device, so the call itself must be noted."""
-    noted: list[Any] = []
-    before = nn.init._no_grad_trunc_normal_
-    with (
-        contextlib.suppress(ZeroDivisionError),
-        sharding.trunc_normal_by(lambda real: lambda *a, **k: noted.append((real, a, k))),
-    ):
-        nn.init.trunc_normal_(tensor := torch.ones(3), 0.5, 2.0, -1.0, 1.0)
-        assert torch.equal(tensor, torch.ones(3)), "somebody else draws"
-        1 / 0  # noqa: B018
-    assert [(real, args[0] is tensor, args[1:]) for real, args, _ in noted] == [(before, True, (0.5, 2.0, -1.0, 1.0))]
-    assert nn.init._no_grad_trunc_normal_ is before
-    again = torch.Generator()
-    drawn = [before(torch.empty(3), 0.5, 2.0, -1.0, 1.0, generator=again.manual_seed(1)) for _ in range(2)]
-    assert torch.equal(*drawn) and not torch.equal(drawn[0], tensor), "it is replayed with the same arguments"
-
-
-def test_functions_that_make_tensors() -> None:
-    """What a model makes on the default device is made without memory; what it computes stays where it is."""
-    makes = (torch.empty, torch.randn, torch.zeros, torch.arange, torch.tensor, torch.linspace)
-    assert all(map(sharding.takes_default_device, makes))
-    assert not any(map(sharding.takes_default_device, (torch.add, torch.zeros_like, nn.functional.linear)))
-
-
-def test_a_mode_sees_what_is_read_of_a_tensor() -> None:
-    """`nn.init` leaves out meta tensors, so a model that is built without memory must not be told that it has them."""
-    seen: list[Any] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        assert torch.empty(1, device="meta").is_meta
-    assert seen == [torch.empty, Tensor.is_meta.__get__]  # type: ignore[attr-defined]
+    assert compat.on_this_rank(plain) is plain
 
 
 @pytest.mark.parametrize("place", [ShardPlace(0, 2, 0, 1), ShardPlace(1, 2, 1, 2), ShardPlace(3, 4, 0, 1)])

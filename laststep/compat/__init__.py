@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from submitit import SlurmExecutor
     from torch import Tensor, nn
+    from torch.amp import GradScaler
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.optim import Optimizer
 
@@ -195,6 +196,30 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(function, tree)
+
+
+def set_found_inf(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Let `scaler.step` act as after an `unscale_` that has found this flag, a scalar on the device. torch's own would
+    ask the other ranks in the middle of the update."""
+    from torch.amp.grad_scaler import OptState
+
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["found_inf_per_device"] = {found_inf.device: found_inf}
+    state["stage"] = OptState.UNSCALED
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, as it is at this moment; any other tensor itself. `to_local()` takes ten times
+    as long."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a scalar on the device, in one call."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
 
 
 # --- torch: process groups

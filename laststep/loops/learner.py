@@ -567,12 +567,12 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
 
 
 def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
-    """The same, without memory for more than this rank's shards."""
+    """The same; only rank 0 has memory for more than its shards, until the others have got theirs."""
     from laststep.loops.initial_weights import build
     from laststep.loops.sharded import shard  # takes a second to import
 
     train, device, seed = config.train, group.device, seed_of("model", config.seed)
-    model, values = build(task.model, lambda: seed_generators(seed, device), says=group.world.rank == 0)
+    model, values = build(task.model, lambda: seed_generators(seed, device), group.world.rank)
     average = Average(model, train.ema_decay, None) if train.ema_decay else None
     models = [model] if average is None else [model, average.module]
     if values is not None:
@@ -584,7 +584,7 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
             block.compile(dynamic=False)
     shard(models, task, config, group, place)
     if values is not None:
-        values.fill(models, place, device)
+        values.fill(models, place, group)
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average

@@ -25,7 +25,6 @@ from laststep import compat
 from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
-from laststep.compat import sharding
 from laststep.config.errors import ConfigError
 from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
@@ -217,7 +216,7 @@ class Registered:
         for name, registered in self.objects.items():
             if name in self._sharded:
                 parameters = [each for each in self._sharded[name].values() if isinstance(each, nn.Parameter)]
-                found += addresses(map(sharding.on_this_rank, parameters))
+                found += addresses(map(compat.on_this_rank, parameters))
             elif isinstance(registered, nn.Module):
                 found += addresses(registered.parameters())
         return found

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from laststep import compat
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
-from laststep.compat import sharding
 from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
@@ -191,14 +190,14 @@ class Sharded(Gradients):
         met = self._met[self._reduced]
         gradients, self._gradients = self._gradients, []  # whose memory is not kept beyond the update
         if scaler.is_enabled():
-            sharding.set_found_inf(scaler, optimizer, (met[1] > 0).float())
+            compat.set_found_inf(scaler, optimizer, (met[1] > 0).float())
         loss = met[0].float()
         bad = ~torch.isfinite(loss)
         measured: dict[str, Tensor] = {}
         if self._clip_norm is not None:
             norm = measured["grad_norm"] = met[2].sqrt().float()
             if not math.isinf(self._clip_norm) and gradients:
-                sharding.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+                compat.scale_each(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not scaler.is_enabled():
             bad |= ~torch.isfinite(met[1:]).all() | (met[1] > 0)
         return {"loss": loss, "nonfinite": bad.float(), **measured}

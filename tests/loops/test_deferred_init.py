@@ -1,31 +1,43 @@
-"""A model that is built without memory gets, tensor by tensor, the initial weights that it would have had.
-
-If a draw were left out or made twice, a sharded run would start from other weights than one that is not sharded.
-"""
+"""A sharded model starts from the very weights of one that is not sharded, though only rank 0 ever holds all of it."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchvision import models
 
-from laststep.loops.initial_weights import CannotDefer, Ref, Tape
+from laststep.config.config import Config
+from laststep.data.order import seed_generators, seed_of
+from laststep.loops.learner import prepare_model
+from laststep.ranks.group import Group
+from laststep.ranks.world import ShardPlace
 from laststep.tasks.decoder import Decoder
 from laststep.tasks.sizes import size_of
-from tests.loops.test_blocks import encoder
-from tests.loops.test_learner import blocks, convnet
+from tests.loops.test_learner import blocks
+from tests.support.images import Images
+from tests.support.project import DEADLINE_S
+from tests.support.ranks import forked
+from tests.support.records import a_world
+
+CPU = torch.device("cpu")
 
 
-def decoder(tied: bool) -> nn.Module:
-    arguments = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "tied": tied}
-    return Decoder(size_of("tiny-1m", arguments, 64))
+def decoder() -> nn.Module:
+    return Decoder(
+        size_of("tiny-1m", {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "tied": True}, 64)
+    )
 
 
-def torchvisions(name: str) -> nn.Module:
-    model: nn.Module = models.get_model(name, weights=None)
+def convnext() -> nn.Module:
+    model: nn.Module = models.get_model("convnext_tiny", weights=None)
     return model
 
 
@@ -38,72 +50,12 @@ def odd() -> nn.Module:
     table[:, 0::2], table[:, 1::2] = torch.sin(places * angles), torch.cos(places * angles)
     model.register_buffer("table", table, persistent=False)
     model.register_buffer("mean", torch.tensor([1.0, 2.0]))
+    model.register_buffer("count", torch.tensor(3))
+    model.scale = nn.Parameter(torch.ones(1) * 0.07)
     nn.init.orthogonal_(first.weight)
     nn.init.trunc_normal_(second.weight, std=[each.item() for each in torch.linspace(0.1, 1, 3)][-1])
     second.requires_grad_(False).bias.data.mul_(2)
-    with torch.device("meta"):
-        nn.Linear(100, 100)  # draws nothing
     return model
-
-
-def replayed(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], int]:
-    """The tensors of the model, built without memory, and the most bytes that this took at any moment."""
-    torch.manual_seed(3)
-    tape = Tape()
-    model, found, most = tape.record(build), dict[str, Tensor](), 0
-    sinks = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type == "meta":
-            sinks[Ref.of(tensor)] = [lambda value, name=name: found.__setitem__(name, value.clone())]
-        else:
-            found[name] = tensor
-    reserve = tape._tensor
-
-    def noted(memory: dict[int, Tensor], ref: Ref) -> Tensor:
-        nonlocal most
-        tensor = reserve(memory, ref)
-        most = max(most, sum(each.nbytes for each in memory.values()))
-        return tensor
-
-    tape._tensor = noted  # type: ignore[method-assign]
-    tape.replay(sinks)
-    return found, most
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(lambda: decoder(True), id="tied-decoder"),
-        pytest.param(lambda: decoder(False), id="decoder"),
-        pytest.param(odd, id="odd"),
-        pytest.param(blocks, id="blocks"),
-        pytest.param(convnet, id="convnet"),
-        pytest.param(lambda: torchvisions("convnext_tiny"), id="convnext"),
-    ],
-)
-def test_the_same_bits(build: Callable[[], nn.Module]) -> None:
-    """Of every parameter and every buffer, whatever initialises them; never with memory for more than two tensors."""
-    most, expected = check_bits(build)
-    assert most <= 2 * max(tensor.nbytes for tensor in expected.values()) + 1000
-
-
-def test_copies_of_a_layer() -> None:
-    """torch's encoder copies the layer that it is given: that one is needed until the last copy, and nothing else."""
-    most, expected = check_bits(encoder)
-    layer = sum(tensor.nbytes for name, tensor in expected.items() if name.startswith("1.layers.0."))
-    assert most <= layer + max(tensor.nbytes for tensor in expected.values()) + 1000
-
-
-def check_bits(build: Callable[[], nn.Module]) -> tuple[int, dict[str, Tensor]]:
-    """The most bytes that this model took while it was built without memory, and its tensors, which are the same."""
-    found, most = replayed(build)
-    torch.manual_seed(3)
-    model = build()
-    expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
-    return most, expected
 
 
 def seeds() -> nn.Module:
@@ -112,24 +64,58 @@ def seeds() -> nn.Module:
 
 
 def reads() -> nn.Module:
+    """Cannot be built without values."""
     return nn.Linear(3, 3) if float(torch.rand(1)) < 2 else nn.Linear(4, 4)
 
 
-def reuses() -> nn.Module:
-    made = nn.Linear(3, 3)
-    made.weight = nn.Parameter(torch.Tensor(3, 3).normal_())
-    return made
+@pytest.mark.parametrize("build", [decoder, convnext, odd, blocks, seeds, reads])
+def test_the_same_bits(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    """Of every parameter and every buffer of the model and of its average, whatever initialises them: else a run could
+    not be compared with one on a single GPU."""
+    ranks = [forked(_rank, tmp_path, build, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+        assert rank.exitcode == 0, "\n".join(path.read_text() for path in tmp_path.glob("error*"))
+    seed_generators(seed_of("model", Config.load(None, []).seed), CPU)
+    model = build()
+    expected = dict([*model.named_parameters(), *model.named_buffers()])
+    for found in torch.load(tmp_path / "result"):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("build", [seeds, reads, reuses])
-def test_a_model_that_needs_its_values(build: Callable[[], nn.Module]) -> None:
-    """Such a model is refused, not initialised in another way; and the generator is as if nothing had been tried."""
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
+def _rank(folder: Path, build: Callable[[], nn.Module], rank: int) -> None:
+    torch.set_num_threads(1)
+    group = Group(a_world(rank, 2), dist.HashStore(), CPU, "gloo")
+    held = _without_memory(build) if rank else build
     try:
-        found, _ = replayed(build)
-    except CannotDefer:
-        assert torch.equal(torch.get_rng_state(), before)
-    else:
-        torch.manual_seed(3)
-        assert all(torch.equal(found[name], tensor) for name, tensor in build().named_parameters())
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+        config = Config.load(None, ["device=cpu", "task=mine.Mine", "train.sharding=full", "train.ema_decay=0.9"])
+        seed_generators(seed_of("model", config.seed), CPU)
+        model, average = prepare_model(Images(config, held), config, group, ShardPlace(rank, 2, 0, 1))
+        assert average is not None
+        found = [_full(model), _full(average.module)]
+        if rank == 0:
+            torch.save(found, folder / "result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"error{rank}").write_text(traceback.format_exc())
+        sys.exit(1)
+
+
+def _full(model: Any) -> dict[str, Tensor]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for name, t in tensors}
+
+
+def _without_memory(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """`build`, which only a model that reads its values may call with memory."""
+
+    def checked() -> nn.Module:
+        model = build()
+        assert build is reads or all(tensor.is_meta for tensor in model.parameters()), "this rank holds all of it"
+        return model
+
+    return checked
