@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laststep import script
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
+    script.check_knows_us(checked, f"evaluate {folder.name}")
     search = code_copy.search_path(folder, checked, runs_copy=True)
     machine = Machine(Way.LOCAL, search=search)
     ready_made.check(checked, machine)
