@@ -110,6 +110,16 @@ class RunDir:
         """Cache of torch.compile, shared by all attempts."""
         return self.path / "compiled"
 
+    @property
+    def files(self) -> Path:
+        """What a command that does not know Laststep keeps for itself: its LASTSTEP_FOLDER."""
+        return self.path / "files"
+
+    @property
+    def progress(self) -> Path:
+        """Of such a command alone, as JSON: what was in `files` as its newest attempt began."""
+        return self.path / "progress.json"
+
     # The attempts: how each one ended, and what its ranks use to coordinate.
 
     @property

@@ -1,7 +1,9 @@
 """A user's script: the words that name it, what is seen of it before it starts, how a rank runs it as `__main__`, and
 `laststep.run()`, by which it finds its run.
 
-`script` in a configuration is what follows `python`: [train.py, --lr, 3e-4], or [-m, package.module, --lr, 3e-4].
+`script` in a configuration is what follows `python`: [train.py, --lr, 3e-4], or [-m, package.module, --lr, 3e-4]. Words
+that begin with anything else are a command: [./train, --lr, 3e-4]. A command, or a script that does not import Laststep,
+resumes by itself (laststep/attempt/command.py).
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from laststep.config.errors import ConfigError
+from laststep.config.schema import COMMAND, Settings
 
 MODULE = "-m"
 FILE = "LASTSTEP_SCRIPT"  # set in a job: the script's file in the copy of the code
+FOLDER = "LASTSTEP_FOLDER"  # set for a command: where it keeps its own checkpoints
+TO_RESUME_EXACTLY = "`import laststep` and `run = laststep.run()`"
+# `python -m` would find a module in the current folder before that in the copy of the code.
+_AS_MODULE = (
+    "import runpy, sys; sys.path[:] = filter(None, sys.path); del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], {}, '__main__', True)"
+)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -54,19 +64,41 @@ def name_of(script: Sequence[str]) -> str:
     return script[1] if script[0] == MODULE and len(script) > 1 else script[0]
 
 
+def is_python(script: Sequence[str]) -> bool:
+    """Whether the words name a script or a module of Python, and no other command."""
+    return script[0] == MODULE or script[0].endswith(".py")
+
+
 def stem_of(script: Sequence[str]) -> str:
-    """What a run of it is called: `train` for train.py, and for package.train."""
-    name = name_of(script)
-    return name.rpartition(".")[2] if script[0] == MODULE else Path(name).stem
+    """What a run of it is called: `train` for train.py, for package.train, and for `bash train.sh`."""
+    if script[0] == MODULE:
+        return name_of(script).rpartition(".")[2]
+    return Path(next((word for word in script if word.endswith((".py", ".sh"))), script[0])).stem
 
 
-def file_of(script: Sequence[str], folder: Path) -> Path | None:
-    """The script's file, in `folder` if its path is relative; None for a module, which Python finds."""
-    return None if script[0] == MODULE else folder / Path(script[0]).expanduser()
+def files_of(script: Sequence[str], folder: Path) -> list[Path]:
+    """The files that may be the code of it: the script; of a command every word that names one. A path may be relative
+    to `folder`. None for a module, which Python finds."""
+    if script[0] == MODULE:
+        return []
+    files = [folder / Path(word).expanduser() for word in (script[:1] if is_python(script) else script)]
+    return files if is_python(script) else [file for file in files if file.is_file()]
 
 
-def check_source(script: Sequence[str], source: Path) -> None:
-    """Raise ConfigError for a script that cannot be read, or that does not know Laststep: nothing could resume it."""
+def command_line(script: Sequence[str]) -> list[str]:
+    """The words to start, in place of a process that runs it as `__main__`; in a job, with the file in the copy of the
+    code."""
+    if script[0] == MODULE:
+        return [sys.executable, "-c", _AS_MODULE, *script[1:]]
+    words = list(script)
+    if copied := os.environ.get(FILE):
+        for at in [at for at, word in enumerate(words) if Path(word).name == Path(copied).name][:1]:
+            words[at] = copied
+    return [sys.executable, *words] if is_python(script) else words
+
+
+def knows_us(script: Sequence[str], source: Path) -> bool:
+    """Whether the script imports Laststep. Raises ConfigError for one that cannot be read."""
     name = name_of(script)
     try:
         tree = ast.parse(source.read_bytes())
@@ -76,11 +108,7 @@ def check_source(script: Sequence[str], source: Path) -> None:
         raise ConfigError(f"{name}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: cannot be read: {error}") from None
-    if not any(map(_names_us, ast.walk(tree))):
-        raise ConfigError(
-            f"{name}: does not import laststep, so nothing could resume it at its last step; add `import laststep` and "
-            "`run = laststep.run()`"
-        )
+    return any(map(_names_us, ast.walk(tree)))
 
 
 def _names_us(node: ast.AST) -> bool:
@@ -89,18 +117,27 @@ def _names_us(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "laststep"
 
 
+def check_knows_us(config: Settings, what: str) -> None:
+    """Raise ConfigError for `what` only a run can have whose steps Laststep knows."""
+    if config.task == COMMAND:
+        name = name_of(config.script)
+        raise ConfigError(
+            f"{what}: {name} resumes by itself, and Laststep sees neither its steps nor its weights; with "
+            f"{TO_RESUME_EXACTLY} in it, this works"
+        )
+
+
 def run_as_main(script: Sequence[str]) -> None:
     """Run the script as Python would: as `__main__`, with its own words.
 
     It stays `__main__` when it is done: what it has registered to be called at exit, and what is pickled later, finds
     it. Raises what it raises.
     """
-    file = file_of(script, Path.cwd())
-    if file is None:
+    if script[0] == MODULE:
         sys.argv = [script[1], *script[2:]]
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         return
-    file = Path(os.environ.get(FILE, file))  # in a job, that in its copy of the code
+    file = Path(os.environ.get(FILE, Path.cwd() / Path(script[0]).expanduser()))  # in a job, that in its copy
     sys.argv = [script[0], *script[1:]]
     sys.path.insert(0, str(file.parent.absolute()))
     loader = SourceFileLoader("__main__", str(file.absolute()))
@@ -138,6 +175,11 @@ def run() -> Any:
     """
     if joined is not None:
         return joined
+    if FOLDER in os.environ:
+        raise ConfigError(
+            "laststep.run(): this run was started as a command that does not know Laststep, since the script itself does "
+            "not import it; write `import laststep` into the script, leave out `python`, and begin another run"
+        )
     # A spawned process imports the script before it knows its parent.
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or multiprocessing.parent_process() is not None:

@@ -15,6 +15,7 @@ from submitit.helpers import DelayedSubmission
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.schema import COMMAND
 from laststep.ranks.launchers import WORKING_FOLDER, detect_world
 from laststep.ranks.process import Signals
 from laststep.ranks.world import World
@@ -52,6 +53,7 @@ class Trainer:
             with contextlib.suppress(Exception):  # a notebook's stderr is no file
                 faulthandler.enable()  # a rank that crashes in C prints its Python stack
         from laststep.attempt.attempt import Attempt  # here, as the command only pickles this class
+        from laststep.attempt.command import CommandAttempt
         from laststep.attempt.predecessor import finish_of
         from laststep.checkpoint.files import Patience
         from laststep.checkpoint.store import START_S
@@ -72,7 +74,8 @@ class Trainer:
             if finish := patience.insist(lambda: finish_of(self.run, self.config)):
                 say(f"finished at {finish.step} of {finish.total_steps}: nothing is left to do")
                 return finish.metrics
-            return Attempt(self.config, self.run, world, signals).run()
+            kind = CommandAttempt if self.config.task == COMMAND else Attempt
+            return kind(self.config, self.run, world, signals).run()
         finally:
             process_ends = not world.in_users_program
             # At exit Python would spend a second on collecting objects whose memory is freed anyway. But triton's

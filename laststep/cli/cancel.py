@@ -158,6 +158,8 @@ class _Stop:
         if status.state != "running":
             return f"{job} to leave the queue ({status.why or status.state})"
         at_once = f"; to end it at once: scancel {status.job_id}" if status.job_id and is_job_id(status.job_id) else ""
+        if self.run.progress.exists():
+            return f"the command of {job} to end{at_once}"
         return f"the ranks of {job} to finish step {(status.step or 0) + 1} and save it{at_once}"
 
     def _say(self, text: str) -> None:
@@ -187,7 +189,8 @@ def _outcome(run: RunDir, status: RunStatus) -> str:
     if not records or records[-1]["job_id"] != status.job_id:
         return f"{run.name}: cancelled before it started"
     step, lost = records[-1]["end_step"], records[-1]["lost_steps"]
-    if not step:
+    if not step and not run.progress.exists():
         return f"{run.name}: cancelled before its first step"
     kept = f"stopped after step {step}" + (f", {say.counted(lost, 'step')} lost" if lost else ", every step is kept")
+    kept = "stopped, and resumes by itself" if run.progress.exists() else kept
     return f"{run.name}: {kept}\nnext   {say.command(f'resume {run_folders.typed(run)}')}"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from laststep import script
 from laststep.attempt import user_error
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
+    script.check_knows_us(checked, f"evaluate {folder.name}")
     search = code_copy.search_path(folder, checked, runs_copy=True)
     machine = Machine(Way.LOCAL, search=search)
     ready_made.check(checked, machine)

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     config = Config.load(config_of(args, words), words, args.site or run_folders.site())
     with _removed_at_the_end() as folder:
         config = _prepare(config, folder)
+        script.check_knows_us(config, "prove")
         ranks = config.launch.world_size
         say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
@@ -98,6 +99,7 @@ def smoke(config: Config, machine: Machine) -> int:
         launch = dataclasses.replace(config.launch, root=folder, name="smoke", max_restarts=0, max_failures=0)
         train = dataclasses.replace(config.train, max_steps=min(config.train.max_steps or SMOKE_STEPS, SMOKE_STEPS))
         config = submission.ready(dataclasses.replace(config, launch=launch, train=train), machine)
+        script.check_knows_us(config, "--smoke")
         prover = Prover(config, None, _train, lambda _: None)
         prover.smoke()
     proof, ranks = prover.proof, counted(config.launch.world_size, "rank")

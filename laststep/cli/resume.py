@@ -20,6 +20,7 @@ from laststep.cli.parsers import (
     split,
 )
 from laststep.config.errors import ConfigError
+from laststep.config.schema import COMMAND
 from laststep.say import command, note
 
 if TYPE_CHECKING:
@@ -189,6 +190,11 @@ def _says_finished(run: RunDir, config: Config) -> bool:
     records, plan = records_of(run), read_plan(run.plan)
     if not is_finished(read_submissions(run.submissions), records):
         return False
+    if config.task == COMMAND:
+        print(
+            f"{run.name}: finished\nextend {command(f'resume {typed(run)} -- WORDS')}: words to add to those of its command"
+        )
+        return True
     step = records[-1]["end_step"]
     total = plan["total_steps"] if plan else None
     where = " --local" if records[-1]["job_id"].startswith("local-") else ""

@@ -215,7 +215,7 @@ def run_view(run: RunDir, status: RunStatus, width: int | None) -> View:
         if count := damaged_lines(path):
             lines.append(Text(f"{path.name}: damaged, {count} line{'s' * (count > 1)} skipped", "yellow"))
     if records:
-        lines += [Text(), *_attempts(records, status.state, width)]
+        lines += [Text(), *_attempts(records, status.state, width, counts_steps=not run.progress.exists())]
     return View([], lines)
 
 
@@ -229,8 +229,11 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
     if status.started_at:
         facts["started"] = f"{_clock(status.started_at)}, {duration(time.time() - status.started_at)} ago"
         lost = f"{status.lost_steps or 'no'} step{'s' * (status.lost_steps > 1)} lost"
-        facts["attempts"] = f"{status.attempts}, {lost}"  # goodput, which leaves out the queue, would contradict `time`
-        facts["time"] = str(time_of(status))
+        if run.progress.exists():  # nothing is known of its steps
+            facts["attempts"] = str(status.attempts)
+        else:
+            facts["attempts"] = f"{status.attempts}, {lost}"  # without goodput, which would contradict `time`
+            facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
     facts["excludes"] = _excluded(run, records)
     if epoch := newest_epoch(run.metrics):
@@ -241,7 +244,7 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None) -> Iterator[Text]:
+def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None, counts_steps: bool) -> Iterator[Text]:
     """A row per attempt, and below it the reason if it failed. `state` is the run's, and that of an attempt without an
     end."""
     lasted = [(record["end"] or time.time()) - record["start"] for record in records]
@@ -252,8 +255,8 @@ def _attempts(records: Sequence[AttemptRecord], state: str, width: int | None) -
         [
             _column("attempt", [str(record["attempt"]) for record in records]),
             Column("state", [_state(record["reason"] or state) for record in records], left=True),
-            _column("steps", steps),
-            _column("lost", [str(record["lost_steps"]) for record in records], gives_way=3),
+            _column("steps", [step * counts_steps for step in steps]),
+            _column("lost", [str(record["lost_steps"]) * counts_steps for record in records], gives_way=3),
             _column("began", [_clock(record["start"]) for record in records], gives_way=2),
             _column("lasted", [duration(seconds) for seconds in lasted], gives_way=4),
             _column("job", jobs, gives_way=0),

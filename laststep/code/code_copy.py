@@ -239,15 +239,18 @@ def origin_of(run: RunDir, config: Config) -> CodeOrigin:
 
 
 def look_up(config: Config, folder: Path) -> CodeOrigin:
-    """Find the code of the task or the script that is named in `folder`."""
-    file = script.file_of(config.script, folder) if config.script else None
-    named = script.name_of(config.script) if config.script else config.task
+    """Find the code of the task, the script or the command that is named in `folder`."""
+    words = config.script
+    named = script.name_of(words) if words else config.task
     name = named.partition(".")[0]
-    spec = find_spec(name, [folder]) if file is None and ("." in named or config.script) else None
+    is_module = not words or words[0] == script.MODULE
+    spec = find_spec(name, [folder]) if is_module and ("." in named or words) else None
     own = [(name, path) for path in _files_of(spec)] if spec else []
+    file, repository = _file_of_script(config, folder)
     if file is not None:
         own = [("", file.resolve())]
-    repository = _repository(own[0][1], folder) if own else None
+    elif own:
+        repository = _repository(own[0][1], folder)
     editable = list(compat.editable_modules().items())
     modules = [str(path) for _, path in own + editable if repository and path.is_relative_to(repository)]
     # As Python searches: what an editable install knows comes after sys.path.
@@ -263,9 +266,25 @@ def look_up(config: Config, folder: Path) -> CodeOrigin:
     )
 
 
+def _file_of_script(config: Config, folder: Path) -> tuple[Path | None, Path | None]:
+    """The script's file, and the user's repository. For a command this is the first file among its words that a
+    repository has, and without one the repository in which it was typed."""
+    files = script.files_of(config.script, folder) if config.script else []
+    for file in files:
+        if repository := _repository(file.resolve(), folder):
+            return file, repository
+    if not config.script or config.script[0] == script.MODULE:
+        return None, None
+    if script.is_python(config.script):
+        return files[0], None
+    top = git(folder, "rev-parse", "--show-toplevel")
+    return None, Path(os.fsdecode(top.rstrip(b"\n"))) if top else None
+
+
 def script_in(origin: CodeOrigin, run: RunDir, config: Config) -> Path | None:
-    """The file of the run's script in the copy of the code, or where it lies if it is not copied; None for a module."""
-    file = script.file_of(config.script, working_folder(run)) if config.script else None
+    """The file of the run's script in the copy of the code, or where it lies if it is not copied; None for a module,
+    and for a command without such a file."""
+    file, _ = _file_of_script(config, working_folder(run))
     if file is None or origin.repository is None or not file.resolve().is_relative_to(origin.repository):
         return file
     return run.code / file.resolve().relative_to(origin.repository)

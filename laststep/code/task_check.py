@@ -7,7 +7,10 @@ Its module is parsed, not imported: it may import torch.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,8 +21,8 @@ from laststep.config.checks import check_batch, check_copies_of_task, check_no_s
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.machine import Machine
-from laststep.config.reads import FOR_A_TASK, covers, declared, for_a_function, given_by, refusal
-from laststep.config.schema import READY_MADE
+from laststep.config.reads import FOR_A_COMMAND, FOR_A_TASK, covers, declared, for_a_function, given_by, refusal
+from laststep.config.schema import COMMAND, READY_MADE
 from laststep.frameworks import PACKAGES, missing
 from laststep.optim.names import check_optimizer
 from laststep.records import former_names
@@ -34,7 +37,11 @@ def check(config: Config, machine: Machine) -> None:
     the user has set. Raises ConfigError."""
     search = machine.places
     if config.script:
-        check_script(config, search)
+        check_no_sharding(config)
+        if config.task == COMMAND:
+            for key in given_by(machine):
+                if not covers(FOR_A_COMMAND, key):
+                    raise refusal(key, config.task, FOR_A_COMMAND)
         return
     if config.task not in READY_MADE:
         check_task(config.task, search)
@@ -47,22 +54,43 @@ def check(config: Config, machine: Machine) -> None:
     check_keys(config, given_by(machine), search)
 
 
-def check_script(config: Config, search: Sequence[Path]) -> None:
-    """Check that the script exists, or the module, and that it knows Laststep. Raises ConfigError."""
-    check_no_sharding(config)
-    file = script.file_of(config.script, search[0])
-    if file is None:
-        if len(config.script) < 2:
+def with_kind_of_script(config: Config, machine: Machine) -> Config:
+    """The configuration whose `task` says what its script is: a command, if it does not know Laststep. Raises
+    ConfigError where there is no such script, or program."""
+    words, places = config.script, machine.places
+    if not words or config.task == COMMAND:
+        return config
+    if not script.is_python(words):
+        _check_program(config, places[0])
+        return dataclasses.replace(config, task=COMMAND)
+    files = script.files_of(words, places[0])
+    if not files:
+        if len(words) < 2:
             raise ConfigError("script=-m: name the module: -m package.module")
-        module = config.script[1]
-        spec = _find(module, module, search)
+        module = words[1]
+        spec = _find(module, module, places)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = _find(module, f"{module}.__main__", search)
+            spec = _find(module, f"{module}.__main__", places)
         if spec is None:
-            raise ConfigError(f"-m {module}: no such module on the Python path ({search[0]}, ...)")
-        file = Path(str(spec.origin))
-    if file.suffix == ".py":
-        script.check_source(config.script, file)
+            raise ConfigError(f"-m {module}: no such module on the Python path ({places[0]}, ...)")
+        files = [Path(str(spec.origin))]
+    known = files[0].suffix != ".py" or script.knows_us(words, files[0])
+    return config if known else dataclasses.replace(config, task=COMMAND)
+
+
+def _check_program(config: Config, folder: Path) -> None:
+    """Raise ConfigError for a command that is not there, and for one that hides a script which knows Laststep."""
+    program, *words = config.script
+    path = folder / Path(program).expanduser()
+    if "/" in program and not os.access(path, os.X_OK):
+        why = "cannot be executed: chmod +x, or name what runs it" if path.exists() else f"no such program in {folder}"
+        raise ConfigError(f"{program}: {why}")
+    if "/" not in program and config.launch.python is None and shutil.which(program) is None:
+        raise ConfigError(f"{program}: no such program; a program of this folder is ./{program}")
+    if Path(program).name.startswith("python"):
+        for file in script.files_of(words, folder) if words and script.is_python(words) else ():
+            if script.knows_us(words, file):
+                raise ConfigError(f"{words[0]}: imports laststep: leave `{program}` out, so that it resumes exactly")
 
 
 def check_task(path: str, search: Sequence[Path] = ()) -> None:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
-from laststep.config.schema import SCRIPT, Settings
+from laststep.config.schema import COMMAND, SCRIPT, Settings
 from laststep.rundir import aside
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
@@ -94,10 +94,12 @@ class Config(Settings):
 
 def _with_script(config: Config) -> Config:
     """The configuration in which `task` says that a script trains, if one does. Raises ConfigError."""
+    if config.script and config.task == COMMAND:
+        return config
     if config.script and config.task not in (Settings.task, SCRIPT):
         raise ConfigError(f"script={shlex.join(config.script)}: task={config.task} would train too; leave one out")
-    if not config.script and config.task == SCRIPT:
-        raise ConfigError("task=script: name the script and its words: script=[train.py,--lr,3e-4]")
+    if not config.script and config.task in (SCRIPT, COMMAND):
+        raise ConfigError(f"task={config.task}: name the script and its words: script=[train.py,--lr,3e-4]")
     return dataclasses.replace(config, task=SCRIPT) if config.script else config
 
 

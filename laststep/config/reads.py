@@ -19,7 +19,7 @@ from laststep.config.config import PACKAGED, find_config, keys_in, missing_keys
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import leaves
 from laststep.config.machine import Machine
-from laststep.config.schema import SCRIPT, Settings
+from laststep.config.schema import COMMAND, SCRIPT, Settings
 
 S = TypeVar("S")
 
@@ -27,6 +27,8 @@ S = TypeVar("S")
 ALWAYS = ("seed", "device", "task", "script", "launch.", "checkpoint.")
 # What the ready-made loop around a Task reads besides, and the loop around a user's function.
 FOR_A_TASK = (*ALWAYS, "train.", "data.workers", "model.weights", "optim.clip_norm")
+# All that is read where a command runs that does not know Laststep.
+FOR_A_COMMAND = ("task", "script", "launch.")
 FOR_A_FUNCTION = (
     *ALWAYS,
     *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal", "train.shares"),
@@ -80,7 +82,7 @@ def refusal(key: str, task: str, read: Collection[str]) -> ConfigError:
     what = f"{key}: task={task} does not read it, so it would change nothing"
     if not names:
         where = f"no key of {section}" if section else "no such key"
-        late = "" if task == SCRIPT else ", or name it in the task's `reads` if it is read later"
+        late = "" if task in (SCRIPT, COMMAND) else ", or name it in the task's `reads` if it is read later"
         return ConfigError(f"{what}; it reads {where}: leave it out{late}")
     return ConfigError(f"{what}; of {section} it reads {', '.join(names[:8])}: {nearest(name, names)}")
 

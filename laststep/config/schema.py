@@ -25,6 +25,7 @@ READY_MADE = {
     "language": "laststep.tasks.language.Language",
 }
 SCRIPT = "script"  # the task of a run with `script`
+COMMAND = "command"  # the same, where `script` does not know Laststep, and resumes by itself
 
 
 @dataclass
@@ -407,7 +408,7 @@ class Settings:
     script: list[str] = setting(
         [],
         "a script to train instead, and its own words: [train.py, --lr, 3e-4], or [-m, package.module]; it calls "
-        "laststep.run()",
+        "laststep.run(). Any other command resumes by itself: [./train, --lr, 3e-4]",
     )
     args: dict[str, Any] = setting(
         {},

@@ -59,11 +59,12 @@ from laststep.attempt.rescue import (
 )
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
+from laststep.config.schema import COMMAND
 from laststep.job.after_ranks import after_ranks, starts_again_here
 from laststep.observe.progress import StartupTimer
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from laststep.ranks.process import STOP_SIGNALS, die_with_parent, next_signal
+from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
@@ -129,10 +130,9 @@ class Supervisor:
                 return _begin_rank()
             StartupTimer.of_supervisor = None  # a later rank waits for no import
             status = self._wait(rank)
+            end_descendants()  # what the rank has started and left behind
             if not _failed(status) or status == REFUSED or not self._agree(status):
                 _end_as(status)
-            with suppress(ProcessLookupError):  # what the rank has started and left behind; at its end Slurm does this
-                os.killpg(rank, signal.SIGKILL)
             self._restarts += 1
             self._said_exiting = False
             self._world = self._next_world()
@@ -143,6 +143,9 @@ class Supervisor:
 
     def _prepare(self) -> None:
         """Import what ranks import before they run the user's code."""
+        keep_orphans()
+        if self._config.task == COMMAND:
+            return
         StartupTimer.of_supervisor = timer = StartupTimer()
         with suppress(OSError):  # of the disk; the rank looks again
             if finish_of(self._run, self._config) is not None:
@@ -189,9 +192,11 @@ class Supervisor:
             elif found != signal.SIGCHLD:
                 self._ends |= found in ENDING
                 os.kill(rank, found)
-            ended, status = os.waitpid(rank, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+            ended = -1
+            while ended:  # also what the rank's own children have left behind
+                ended, status = os.waitpid(-1, os.WNOHANG)
+                if ended == rank:
+                    return os.waitstatus_to_exitcode(status)
 
     @property
     def _folder(self) -> Path:

@@ -145,6 +145,47 @@ def cpu_s_of_descendants(ancestor: int) -> float:
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
+def children_of(parent: int) -> list[int]:
+    """The living children of a process."""
+    return [pid for pid, its_parent in _parents().items() if its_parent == parent]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each living process; of a zombie none."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has just ended
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                parents[int(folder.name)] = int(parent)
+    return parents
+
+
+def keep_orphans() -> None:
+    """Have the kernel make this process the parent of what its descendants leave behind (Linux): `end_descendants`
+    then finds all of it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kill all that this process has started, and what that has, and wait for its end, for KILL_S at most."""
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        parents, found = _parents(), {os.getpid()}
+        while new := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= new
+        for pid in found - {os.getpid()}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if len(found) == 1:
+            return
+        time.sleep(PAUSE_S / 10)
+
+
 def session(leader: int) -> list[int]:
     """The processes of a session other than its leader; none where the system does not say."""
     return [pid for pid, stat in _processes().items() if stat[3] == str(leader) and pid != leader]
@@ -221,7 +262,8 @@ def alarm(seconds: float, ring: Callable[[], object]) -> Iterator[None]:
         running.cancel()
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+KILL_S = 5.0  # a process that waits for a disk in the kernel dies later
 # submitit asks for a requeue with USR2, some sites with USR1. Slurm sends TERM on preemption, requeue and cancel.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 SIGNALLED = "LASTSTEP_SIGNALLED"  # set by a batch shell that has received a signal

@@ -38,6 +38,7 @@ from laststep.say import command, counted
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
+BY_ITSELF = "resumes by itself: steps lost are its own"  # a command that does not know Laststep
 NOT_ANSWERED = "sbatch has not answered; a job may be in the queue"
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
 LAST_LINES_S = 30.0  # how long a rank may take to leave
@@ -119,7 +120,7 @@ def statuses_of(runs: Sequence[RunDir], queue: Queue) -> list[RunStatus]:
 def status_of(run: RunDir, queue: Queue) -> RunStatus:
     """The status of one run."""
     submissions, unclear = submissions_of(run, queue)
-    records = records_of(run)
+    records, counts_steps = records_of(run), not run.progress.exists()
     job = _find_job(run, queue, submissions, records)
     if unclear and job.found is None:
         job, state = _RunJob(None, None, unclear=False), State("unknown", NOT_ANSWERED)
@@ -130,7 +131,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
     steps = [line for line in last_lines(run.metrics) if is_step(line)]
     plan = read_plan(run.plan)
     step = steps[-1] if steps else None
-    done = step["step"] if step else records[-1]["end_step"] if records else None
+    done = step["step"] if step else records[-1]["end_step"] if records and counts_steps else None
     total, batch_size = (plan["total_steps"], plan["batch_size"]) if plan else (None, None)
     rate = _rate(steps, under_way["start"] if under_way else 0.0)
     left_s = None
@@ -142,7 +143,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         run=run.name,
         job_id=job.id,
         state=state.word,
-        why=state.why,
+        why=state.why if counts_steps else ", ".join(filter(None, [state.why, BY_ITSELF])),
         starts_at=job.found.starts_at if job.found and job.found.state == "PENDING" else None,
         step=done,
         total_steps=total,
@@ -155,7 +156,9 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
         folder=str(run.path),
-        goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now),
+        goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now)
+        if counts_steps
+        else None,
     )
 
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from laststep import script
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointGone, CheckpointStore, fsync
 from laststep.config.checks import validate
@@ -52,6 +53,7 @@ def configure(source: RunDir, overrides: Sequence[str]) -> Config:
     place = ["launch.name=null", f"launch.root={source.path.parent}"]
     # The checkpoint has the weights.
     config = run_config.as_submitted(source, [*place, "model.weights=null", *overrides])
+    script.check_knows_us(config, f"--from {source.name}")
     validate(config)
     if is_finished(read_submissions(source.submissions), records_of(source)):
         check_later_end(source, run_config.as_submitted(source).train, config.train)

@@ -31,6 +31,7 @@ from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.schema import COMMAND
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, session, started
@@ -276,7 +277,8 @@ def run_local(config: Config, run: RunDir) -> int:
                 sent = len(received)
                 kill = received.count(signal.SIGINT) > 1
                 ranks.send(signal.SIGKILL if kill else received[-1])
-                _say("killed" if kill else "stopping after this step; press Ctrl-C again to kill")
+                when = "" if config.task == COMMAND else " after this step"
+                _say("killed" if kill else f"stopping{when}; press Ctrl-C again to kill")
             time.sleep(POLL_S)
         log.update()
         error = log.take_error() if ranks.status() == 1 else ""

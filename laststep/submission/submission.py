@@ -35,7 +35,7 @@ from laststep.config import checks
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
-from laststep.config.schema import READY_MADE, without_gpus
+from laststep.config.schema import COMMAND, READY_MADE, without_gpus
 from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
@@ -69,6 +69,9 @@ def ready(config: Config, machine: Machine, stem: str = "run") -> Config:
     if machine.way is Way.DEBUG:
         config = _one_process(config)
     config = run_folders.with_root_and_name(config, stem)
+    config = task_check.with_kind_of_script(config, machine)
+    if machine.way is Way.DEBUG:
+        script.check_knows_us(config, "--debug")
     for check in CHECKS:
         check(config, machine)
     # Absolute paths only now: the messages show them as they were typed.
@@ -180,6 +183,9 @@ def what_trains(config: Config, source: str | None) -> str:
     as it was typed."""
     data = f" ({config.model.name} on {config.data.name})" if config.task in READY_MADE else ""
     what = f"script {script.shown(config.script)}" if config.script else f"task {config.task}{data}"
+    if config.task == COMMAND:
+        fix = f"add {script.TO_RESUME_EXACTLY} for exact resume" if script.is_python(config.script) else ""
+        what = f"command {script.shown(config.script)} ({'; '.join(filter(None, ['resumes by itself', fix]))})"
     return f"config {source or 'none'}, {what}, runs in {short(Path(config.launch.root))}"
 
 
@@ -256,6 +262,8 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
 
 def _print_result(run: RunDir) -> None:
     """Where the weights of a finished run are, and what to do with them."""
+    if run.progress.exists():
+        return print(f"kept   {short(run.files)}", flush=True)
     if steps := CheckpointStore(run.checkpoints).steps():
         print(f"saved  {short(CheckpointStore(run.checkpoints).path(steps[-1]))}")
         print(f"next   {command(f'export {typed(run)} {run.name}.safetensors')}")
@@ -269,6 +277,8 @@ def _how_far(run: RunDir) -> str:
     (start,) = read_submissions(run.submissions)[-1:]
     for end in records_of(run)[-1:]:
         done, lost = end["end_step"], end["lost_steps"]
+        if run.progress.exists():
+            return "stopped; it resumes by itself; to continue"
         if end["job_id"] != start["job_id"] or not end["reason"]:
             continue
         if end["reason"] != "lost":

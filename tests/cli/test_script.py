@@ -71,7 +71,6 @@ def test_words_arrive_as_they_were_typed() -> None:
     [
         ("nofile.py", "nofile.py: no such script in {folder}"),
         ("broken.py --x", "broken.py, line 1: '(' was never closed"),
-        ("plain.py", "plain.py: does not import laststep, so nothing could resume it at its last step; add"),
         ("-m nowhere.train", "-m nowhere.train: no such module on the Python path ({folder}, ...)"),
         ("-m", "script=-m: name the module: -m package.module"),
         ("task=language train.py --lr 1", "script=train.py --lr 1: task=language would train too; leave one out"),
@@ -82,7 +81,6 @@ def test_words_arrive_as_they_were_typed() -> None:
 def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Before anything is submitted, in one line."""
     (folder / "broken.py").write_text("import laststep; f(\n")
-    (folder / "plain.py").write_text("print('no run')\n")
     assert refusal(["--local", *words.split()], capfd, folder).startswith(said.format(folder=folder))
     assert refusal(words.split(), capfd, folder).startswith(said.format(folder=folder)), "without an option before it"
 

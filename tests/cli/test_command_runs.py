@@ -1,0 +1,212 @@
+"""Commands that do not know Laststep: `launch.py --nodes 2 other.py --its words`, `launch.py -- COMMAND words`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from laststep import script
+from laststep.cli.main import main
+from laststep.config.config import Config
+from laststep.records import progress
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from tests.cli.test_script import LAUNCH, types
+from tests.support.commands import begin, end, refusal
+from tests.support.project import PROJECT, wait_until
+from tests.support.ranks import reasons
+
+OTHER = PROJECT / "tests" / "cli" / "user_scripts" / "other.py"
+TWO_RANKS = (*LAUNCH, "--local", "--tasks-per-node", "2", "--name", "run")
+EXACT = "add `import laststep` and `run = laststep.run()` for exact resume"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with such a script in it."""
+    shutil.copy(OTHER, tmp_path / "other.py")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def log_of(run: RunDir, rank: int) -> str:
+    """What a rank of the newest start has printed."""
+    return max(run.logs.glob(f"*_{rank}_log.out")).read_text()
+
+
+def assert_nothing_lives(run: RunDir) -> None:
+    """No process that the commands have started outlives their attempts."""
+    for helper in run.files.glob("helper_*"):
+        assert not os.path.exists(f"/proc/{helper.read_text()}"), f"{helper.name} lives"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nowhere", "nowhere: no such program; a program of this folder is ./nowhere"),
+        ("./nowhere", "./nowhere: no such program in {folder}"),
+        ("./other.py.txt", "./other.py.txt: cannot be executed: chmod +x, or name what runs it"),
+        ("python knows.py", "knows.py: imports laststep: leave `python` out, so that it resumes exactly"),
+    ],
+)
+def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before anything is submitted, in one line."""
+    (folder / "other.py.txt").touch()
+    (folder / "knows.py").write_text("import laststep\n")
+    assert refusal(["--local", "--", *words.split()], capfd, folder) == f"error: {said.format(folder=folder)}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--local train.epochs=3 other.py", "train.epochs: task=command does not read it, so it would change nothing"),
+        ("--local --debug other.py", "argument --debug: not allowed with argument --local"),
+        ("--debug other.py", "--debug: other.py resumes by itself, and Laststep sees neither its steps nor"),
+        ("--smoke other.py", "--smoke: other.py resumes by itself"),
+        ("prove other.py", "prove: other.py resumes by itself"),
+        ("task=command", "task=command: name the script and its words"),
+    ],
+)
+def test_what_it_cannot(words: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What needs steps that Laststep knows is refused before it costs anything."""
+    assert refusal(words.split(), capfd, folder).startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("words", "stem"),
+    [
+        (["other.py", "--x"], "other"),
+        (["bash", "train.sh"], "train"),
+        (["./build/solve", "--x"], "solve"),
+        (["-m", "package.train"], "train"),
+    ],
+)
+def test_what_its_run_is_called(words: list[str], stem: str) -> None:
+    """Not `python` or `bash`: all runs would be called that."""
+    assert script.stem_of(words) == stem
+
+
+def test_what_is_configured(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first line of a start says in words what such a run is, and the record of it says so too."""
+    assert main(["--dry-run", "--local", "other.py", "--lr", "1"]) == 0
+    said = capfd.readouterr().out
+    assert f"command other.py --lr 1 (resumes by itself; {EXACT})" in said
+    assert "\ntask: command\n" in said
+    (folder / "own.yaml").write_text("script: [bash, -c, 'echo $HOME']\n")
+    assert main(["--dry-run", "--local", "--config", "own.yaml"]) == 0
+    assert "command bash -c 'echo $HOME' (resumes by itself)" in capfd.readouterr().out
+
+
+def test_progress_is_a_changed_file(folder: Path) -> None:
+    """An attempt that leaves the files as they were has made no progress: max_failures counts it."""
+    run = RunDir(folder / "run")
+    assert progress.kept(run) is None, "of any other run"
+    assert progress.mark(run, ["x"]) == 0
+    (run.files / "inner").mkdir()
+    assert progress.kept(run) == 0
+    (run.files / "inner" / "state").write_text("1")
+    assert progress.kept(run) == 1
+    assert progress.mark(run, ["x"]) == 1
+    assert progress.kept(run) == 1
+    (run.files / "inner" / "state").unlink()
+    assert progress.kept(run) == 2
+    shutil.move(run.path, folder / "moved")
+    assert progress.kept(RunDir(folder / "moved")) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed(folder: Path) -> None:
+    """All ranks start again, and find what they have saved; the others were asked to end, and could save. Laststep's
+    part of a rank imports no torch, and no process is left."""
+    said = types(folder, *TWO_RANKS, "other.py", "--steps", "40", "--kill-at", "13")
+    run = RunDir(folder / "runs" / "run")
+    assert [(r["reason"], r["requeue"], r["blamed"] != []) for r in read_lines(run.attempts)] == [
+        ("failed", True, True),
+        ("finished", False, False),
+    ]
+    assert "the command was killed by SIGKILL" in read_lines(run.attempts)[0]["error"]
+    assert "rank 0 at 0:2:2 from step 0, resumes 0, torch False" in said
+    assert "rank 0 stops by SIGTERM at step" in said and "restarting the ranks after a fault" in said
+    assert "rank 1 at 1:2:2 from step 10, resumes 1" in log_of(run, 1)
+    assert said.endswith("kept   runs/run/files\n")
+    assert_nothing_lives(run)
+    shown = types(folder, *LAUNCH, "status", "run")
+    assert "resumes by itself: steps lost are its own" in shown and "goodput" not in shown
+    for verb in (["verify", "run"], ["export", "run", "x.pt"], ["evaluate", "run"], ["--from", "run"]):
+        assert "other.py resumes by itself" in types(folder, *LAUNCH, *verb, status=2)
+    assert "run: finished\n" in types(folder, *LAUNCH, "resume", "run", "--local")
+    said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "45")
+    assert "rank 0 at 0:2:2 from step 40, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
+
+
+@pytest.mark.slow
+def test_an_error_of_its_own(folder: Path) -> None:
+    """Under --local an error of the run itself is not retried; the other rank's command ends too."""
+    said = types(folder, *TWO_RANKS, "other.py", "--steps", "4000", "--fail-at", "13", status=1)
+    run = RunDir(folder / "runs" / "run")
+    (record,) = read_lines(run.attempts)
+    assert record["reason"] == "failed" and "the command ended with exit status 3" in record["error"]
+    assert "the command of rank 1 ended with exit status 3: ending that of this rank" in said
+    assert_nothing_lives(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("other.py", "--steps", "4000"),
+        ("-m", "package.other", "--steps", "4000"),
+        ("--", "bash", "other.sh"),
+        ("--", sys.executable, "other.py", "--steps", "4000"),
+    ],
+)
+def test_a_stop(words: tuple[str, ...], folder: Path) -> None:
+    """Ctrl-C reaches the command, also behind a shell; its end is awaited, nothing outlives it, and `resume` starts it
+    again with the words that it had."""
+    (folder / "other.sh").write_text(f"{sys.executable} other.py --steps 4000\necho not reached\n")
+    (folder / "package").mkdir()
+    shutil.copy(OTHER, folder / "package" / "other.py")
+    command = begin(folder, [*TWO_RANKS, *words])
+    run = RunDir(folder / "runs" / "run")
+    wait_until(lambda: len(list(run.files.glob("state_?"))) == 2, "the command did not start")
+    command.send_signal(signal.SIGINT)
+    said = "".join(end(command, 128 + signal.SIGINT))
+    assert "rank 0 stops by SIGTERM at step" in said and "not reached" not in said
+    assert "stopped; it resumes by itself; to continue: " in said
+    assert reasons(run) == ["cancelled"]
+    assert_nothing_lives(run)
+    expected = list(words[1:]) if words[0] == "--" else list(words)
+    config = Config.parse(run.config.read_text())
+    assert (config.task, config.script) == ("command", expected)
+    command = begin(folder, [*LAUNCH, "resume", "run", "--local"])
+    wait_until(lambda: "resumes 1" in log_of(run, 1), "it did not resume")
+    types(folder, *LAUNCH, "cancel", "run")
+    end(command, 128 + signal.SIGTERM)
+    assert_nothing_lives(run)
+
+
+@pytest.mark.slow
+def test_the_warning_of_a_time_limit(folder: Path) -> None:
+    """SIGUSR2 reaches a command that catches it; any other gets SIGTERM, or it would die without saving."""
+    (folder / "catches.sh").write_text("trap 'echo caught; exit 5' USR2\nwhile :; do sleep 0.1; done\n")
+    command = begin(folder, [*LAUNCH, "--local", "--name", "run", "--", "bash", "catches.sh"])
+    run = RunDir(folder / "runs" / "run")
+    wait_until(lambda: run.progress.exists(), "the command did not start")
+    command.send_signal(signal.SIGUSR2)
+    said = "".join(end(command, 128 + signal.SIGUSR2))
+    assert "caught\n" in said and "the command ended with exit status 5" in said
+    assert reasons(run) == ["preempted"]
+
+
+@pytest.mark.slow
+def test_a_module_of_its_own_knows_us(folder: Path) -> None:
+    """A script that reaches laststep.run() only through another module is told what to write."""
+    (folder / "inner.py").write_text("import laststep\n\nrun = laststep.run()\n")
+    (folder / "outer.py").write_text("import inner\n")
+    said = types(folder, *LAUNCH, "--local", "--name", "run", "outer.py", status=1)
+    assert "write `import laststep` into the script" in said
