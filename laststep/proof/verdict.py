@@ -69,7 +69,7 @@ def _compared(proof: Proof) -> Iterator[str]:
         f"{counted(len(expected.metrics), 'line')} of metrics",
     )
     if proof.ignored:
-        names = _listed(sorted(proof.ignored))
+        names = listed(sorted(proof.ignored))
         yield from _field("left out", f"metrics that differ even between the undisturbed runs: {names}")
     if missing := missing_kinds(places):
         yield from _field(
@@ -82,11 +82,11 @@ def _parting(proof: Proof, difference: Difference) -> Iterator[str]:
     assert proof.rule is not None
     yield from _field("first", _first(proof, difference))
     if names := _state_names(proof, difference):
-        yield from _field("values", _listed(names))
+        yield from _field("values", listed(names))
     rule = RULES[proof.rule]
     yield from _field("rule", f"{rule.finding}.")
     if variables := _variables(proof, difference):
-        yield from _field("variables", f"not registered: {_listed(variables)}")
+        yield from _field("variables", f"not registered: {listed(variables)}")
     yield from _field("fix", rule.fix)
 
 
@@ -100,9 +100,9 @@ def _first(proof: Proof, difference: Difference) -> str:
         "missing": "one of the runs ends before it",
         "batch": f"another batch {rank}",
         "inputs": f"another input of the model {rank}",
-        "metrics": f"other metrics: {_listed(difference.names)}",
+        "metrics": f"other metrics: {listed(difference.names)}",
         "state": f"other registered state {rank}",
-        "epoch": f"another line of its epoch: {_listed(difference.names)}",
+        "epoch": f"another line of its epoch: {listed(difference.names)}",
     }[difference.what]
     lines = proof.runs[name].of(difference.rank, difference.attempt)
     resumed = name == DISTURBED and difference.attempt and lines and lines[0]["step"] == step
@@ -130,6 +130,11 @@ def _variables(proof: Proof, difference: Difference) -> list[str]:
     again = expected if proof.rule == "not deterministic" else proof.runs[AGAIN]
     kind = "generator" if proof.rule == "generator" else None
     return variables_of(difference, expected, again, found, kind)
+
+
+def outside(written: Sequence[str]) -> list[str]:
+    """The files of the user's own that the script has written, or that somebody else has meanwhile."""
+    return _field("outside", f"changed meanwhile, outside of the copy: {listed(written)}") if written else []
 
 
 def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
@@ -176,7 +181,7 @@ def _field(label: str, text: str) -> list[str]:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first of these names, and how many there are beyond them."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
