@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -48,7 +49,8 @@ is linked. Files that change meanwhile in the project, or under an absolute path
 that the script is given, are named; other places are not looked at.
 Compared after each step, on each rank: all registered state, the batch, the
 inputs of the model, and metrics.jsonl. For the first difference it names the
-step, the values and the rule that it points to.
+step, the values and the rule that it points to. Numbers of the script's own that
+a resume changes are named even if no weights depend on them.
 Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
 """
 
@@ -63,6 +65,19 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="train N steps (default: into the second epoch, but 20 to 100)",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="take about M minutes: fewer steps, and fewer stops, where time is short",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a metric or a registered value that may differ, or a pattern of names; again for more",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
     add_overrides(parser)
     add_script(parser)
@@ -76,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise ConfigError(f"--minutes {args.minutes:g}: must be positive, e.g. --minutes 5")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     words = overrides_of(args, NEW_RUN_OPTIONS)
     config = Config.load(config_of(args, words), words, args.site or run_folders.site())
@@ -84,11 +101,13 @@ def run(args: argparse.Namespace) -> int:
         ranks = config.launch.world_size
         say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
-        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
+        about = "" if args.minutes is None else f"; about {args.minutes:g} min, if four starts fit"
+        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks{about}")
         say(f"folder {folder}, removed at the end; the script works in a copy of yours")
         if copy.linked:
             say(textwrap.fill(f"links  {verdict.listed(copy.linked)}: too large to copy, the script sees yours", 80))
-        prover = Prover(config, args.steps, _train, lambda attempt: say(verdict.line_of(attempt)))
+        report = lambda attempt: say(verdict.line_of(attempt))  # noqa: E731
+        prover = Prover(config, args.steps, _train, report, args.ignore, args.minutes)
         proof = prover.prove()
         written = copy.written()
         say("\n".join([*verdict.summary(proof), *verdict.outside(written)]))

@@ -32,8 +32,9 @@ class ProjectCopy:
     """A copy of the project that a configuration's task or script belongs to, and of the current folder."""
 
     def __init__(self, config: Config, to: Path) -> None:
-        """Make the copy in the folder `to`, which exists. Raises ConfigError for a task that does not exist."""
-        self._runs = Path(os.path.expanduser(config.launch.root)).absolute()
+        """Make the copy in the folder `to`, which exists, in a throwaway folder."""
+        runs = Path(os.path.expanduser(config.launch.root)).absolute()
+        self._skipped = {runs.resolve(), to.parent.resolve()}
         self._here = Path.cwd()
         origin = code_copy.look_up(config, self._here)
         repository = Path(origin.repository) if origin.repository else self._here
@@ -87,6 +88,8 @@ class ProjectCopy:
         while todo:
             source, copy = todo.popleft()
             entries, real = _entries(source, left + 1), source.resolve()
+            if real in self._skipped:
+                continue
             if len(entries) > left or real in known:  # too large, or a link to a folder above it
                 self._link(source, copy)
                 continue
@@ -99,7 +102,7 @@ class ProjectCopy:
                     files.append((entry.stat().st_size, path, place))
                 elif entry.is_dir() and (entry.name == ".git" or code_copy.is_environment(path)):
                     place.symlink_to(path)
-                elif entry.is_dir() and entry.name not in MADE_BY_PYTHON and path != self._runs:
+                elif entry.is_dir() and entry.name not in MADE_BY_PYTHON:
                     todo.append((path, place))
         room = min(MOST_BYTES, shutil.disk_usage(to).free // 4)
         for size, path, place in sorted(files):
@@ -121,18 +124,16 @@ class ProjectCopy:
 
     def _look(self) -> Seen:
         """The user's files that are watched."""
-        found, todo = Seen(), deque(self._watched)
+        found, todo, known = Seen(), deque(self._watched), set(self._skipped)
         while todo and len(found) < MOST_WATCHED:
             path = todo.popleft()
             with contextlib.suppress(OSError):
-                if path.is_dir():
-                    skipped = (*MADE_BY_PYTHON, ".git")
-                    for entry in _entries(path, MOST_WATCHED):
-                        if entry.name not in skipped and path / entry.name != self._runs:
-                            todo.append(path / entry.name)
-                else:
+                if not path.is_dir():
                     seen = path.stat()
                     found[str(path)] = seen.st_size, seen.st_mtime_ns, seen.st_ino
+                elif path.name not in (*MADE_BY_PYTHON, ".git") and (real := path.resolve()) not in known:
+                    known.add(real)
+                    todo.extend(Path(entry.path) for entry in _entries(path, MOST_WATCHED))
         return found
 
 

@@ -15,6 +15,7 @@ from laststep.rundir import RunDir
 
 PLAN = "LASTSTEP_PROBE"  # the variable that holds an attempt's plan
 LEAST_STEPS, MOST_STEPS, INTO_SECOND_EPOCH = 20, 100, 8
+LEAST_IN_TIME = 8  # steps of a run that ends because its time is up
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Strike:
 class ProbePlan:
     """What happens in one attempt: at most one strike, and a stop in step `steps`.
 
-    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps.
+    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps, or
+    `seconds` after its start, but after `LEAST_IN_TIME` steps.
     """
 
     steps: int | None = None
     strike: Strike | None = None
+    seconds: float | None = None
 
     def environment(self) -> dict[str, str]:
         """What a rank needs in its environment to follow this plan."""
@@ -48,7 +51,7 @@ class ProbePlan:
         if PLAN not in environment:
             return None
         plan = json.loads(environment[PLAN])
-        return cls(plan["steps"], Strike(**plan["strike"]) if plan["strike"] else None)
+        return cls(plan["steps"], Strike(**plan["strike"]) if plan["strike"] else None, plan["seconds"])
 
     def ends_in(self, step: int, epoch: int, step_of_epoch: int) -> bool:
         """Whether the run stops in this step, the `step_of_epoch`-th of its epoch. All count from 1."""
@@ -58,7 +61,8 @@ class ProbePlan:
 
 
 class Variable(TypedDict):
-    """A variable of the user's code: a random `generator`, an `iterator`, whose state is unknown, or any `value`."""
+    """A variable of the user's code: a random `generator`, an `iterator`, whose state is unknown, a `number`, whose
+    digest is what it prints as, or any other `value`."""
 
     kind: str
     digest: str
@@ -74,6 +78,7 @@ class ProbedStep(TypedDict):
     inputs: list[str]  # digests of the inputs of the model's forward passes in training
     updates: int  # calls of an optimiser's step()
     state: dict[str, str]  # digests of all that a checkpoint of this step would hold, by name
+    beside: list[str]  # the names in `state` of numbers and words that are not in an object of torch's
     rows: list[str]  # the names in `state` of sharded tensors: the rank has some rows of each
     variables: dict[str, Variable]  # of the user's code, by name, as the step began
 

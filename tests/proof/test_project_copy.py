@@ -90,8 +90,8 @@ def test_what_is_large_is_linked(project: Path, tmp_path: Path, monkeypatch: pyt
     (project / "data" / "weights.bin").write_bytes(bytes(10_000))
     (project / "data" / "loop").symlink_to(project)
     (project / "cache").symlink_to(tmp_path)
-    (tmp_path / "to").mkdir()
-    copy = ProjectCopy(config_of(tmp_path), tmp_path / "to")
+    (to := tmp_path / "throwaway" / "to").mkdir(parents=True)
+    copy = ProjectCopy(config_of(tmp_path), to)
     assert {"data/images", "data/weights.bin"} <= set(copy.linked)
     assert (copy.folder / "data" / "images").resolve() == project / "data" / "images"
     assert (copy.folder / "train.py").read_text() == SCRIPT and not (copy.folder / "train.py").is_symlink()
@@ -111,12 +111,12 @@ def test_a_script_elsewhere(project: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(here)
     monkeypatch.setenv("PYTHONPATH", f"{here}:/elsewhere")
     (here / "note").write_text("")
-    (tmp_path / "to").mkdir()
+    (to := tmp_path / "throwaway" / "to").mkdir(parents=True)
     os.system(f"cd {project} && git init -q")
     config = Config.load(None, [f"launch.root={here / 'runs'}", f"script={json.dumps([str(project / 'train.py')])}"])
-    copy = ProjectCopy(config, tmp_path / "to")
+    copy = ProjectCopy(config, to)
     assert (copy.folder / "note").exists() and copy.folder.name == "here"
     script = Path(copy.environment["LASTSTEP_SCRIPT"])
-    assert script.is_relative_to(tmp_path / "to") and script.with_name("helper.py").exists()
+    assert script.is_relative_to(to) and script.with_name("helper.py").exists()
     python_path = copy.environment["PYTHONPATH"].split(":")
     assert str(script.parent) in python_path and python_path[-2:] == [str(copy.folder), "/elsewhere"]
