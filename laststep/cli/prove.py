@@ -7,13 +7,16 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from laststep import script
 from laststep.cli.parsers import (
@@ -32,15 +35,22 @@ from laststep.config.machine import Machine
 from laststep.rundir import RunDir
 from laststep.say import counted
 
+if TYPE_CHECKING:
+    from laststep.proof.project_copy import ProjectCopy
+
 DESCRIPTION = """\
 Prove on this machine that a script resumes exactly: train it twice undisturbed,
 then stop it, kill one of its ranks and resume it, and compare every step."""
 EPILOG = """\
-Takes submit's options. Trains in a throwaway folder (in TMPDIR), with the ranks
-of the configuration, and at least two unless it names a number.
+Takes submit's options. Trains with the ranks of the configuration, and at least
+two unless it names a number, in a throwaway folder (in TMPDIR), which has a copy
+of the project; trackers are off. What is too large to copy (10,000 entries, 1 GB)
+is linked. Files that change meanwhile in the project, or under an absolute path
+that the script is given, are named; other places are not looked at.
 Compared after each step, on each rank: all registered state, the batch, the
 inputs of the model, and metrics.jsonl. For the first difference it names the
-step, the values and the rule that it points to.
+step, the values and the rule that it points to. Numbers of the script's own that
+a resume changes are named even if no weights depend on them.
 Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
 """
 
@@ -55,6 +65,19 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="train N steps (default: into the second epoch, but 20 to 100)",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="take about M minutes: fewer steps, and fewer stops, where time is short",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a metric or a registered value that may differ, or a pattern of names; again for more",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
     add_overrides(parser)
     add_script(parser)
@@ -68,40 +91,50 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise ConfigError(f"--minutes {args.minutes:g}: must be positive, e.g. --minutes 5")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     words = overrides_of(args, NEW_RUN_OPTIONS)
     config = Config.load(config_of(args, words), words, args.site or run_folders.site())
-    with _removed_at_the_end() as folder:
+    with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
         config = _prepare(config, folder)
         script.check_knows_us(config, "prove")
         ranks = config.launch.world_size
         say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
-        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
-        say(f"folder {folder}, removed at the end")
-        prover = Prover(config, args.steps, _train, lambda attempt: say(verdict.line_of(attempt)))
+        about = "" if args.minutes is None else f"; about {args.minutes:g} min, if four starts fit"
+        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks{about}")
+        say(f"folder {folder}, removed at the end; the script works in a copy of yours")
+        if copy.linked:
+            say(textwrap.fill(f"links  {verdict.listed(copy.linked)}: too large to copy, the script sees yours", 80))
+        report = lambda attempt: say(verdict.line_of(attempt))  # noqa: E731
+        prover = Prover(config, args.steps, _train, report, args.ignore, args.minutes)
         proof = prover.prove()
-        say("\n".join(verdict.summary(proof)))
+        written = copy.written()
+        say("\n".join([*verdict.summary(proof), *verdict.outside(written)]))
         if args.json:
-            print(json.dumps(verdict.as_json(proof, ranks, config.seed), indent=1))
+            print(json.dumps({**verdict.as_json(proof, ranks, config.seed), "written_outside": written}, indent=1))
     return int(proof.verdict != "exact")
 
 
 def smoke(config: Config, machine: Machine) -> int:
     """--smoke: a few steps, a save, a resume and a validation on this machine, in a throwaway folder; returns 0, or 1
     when the script fails. Raises ConfigError."""
+    from laststep.proof import verdict
     from laststep.proof.runs import SMOKE_STEPS, Prover
     from laststep.records.attempt_record import reason_in, users_line_in
     from laststep.submission import submission
 
     began = time.monotonic()
-    with _removed_at_the_end() as folder:
+    with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
         launch = dataclasses.replace(config.launch, root=folder, name="smoke", max_restarts=0, max_failures=0)
         train = dataclasses.replace(config.train, max_steps=min(config.train.max_steps or SMOKE_STEPS, SMOKE_STEPS))
         config = submission.ready(dataclasses.replace(config, launch=launch, train=train), machine)
         script.check_knows_us(config, "--smoke")
         prover = Prover(config, None, _train, lambda _: None)
         prover.smoke()
+        for line in verdict.outside(copy.written()):
+            print(line)
     proof, ranks = prover.proof, counted(config.launch.world_size, "rank")
     if proof.verdict == "failed":
         print((proof.error or "").rstrip(), file=sys.stderr)
@@ -150,6 +183,17 @@ def _train(config: Config, run: RunDir) -> str | None:
         while ranks.alive():
             time.sleep(POLL_S)
     return ranks.refusal() if ranks.status() == 2 else None
+
+
+@contextlib.contextmanager
+def _in_a_copy(config: Config, folder: str) -> Iterator[tuple[Config, ProjectCopy]]:
+    """Work in a copy of the project in this folder; with the configuration for that."""
+    from laststep.proof.project_copy import ProjectCopy
+
+    (place := Path(folder, "project")).mkdir()
+    copy = ProjectCopy(config, place)
+    with copy.entered(config) as config:
+        yield config, copy
 
 
 @contextlib.contextmanager

@@ -168,7 +168,7 @@ class CustomLoop(Loop):
             self._restore_framework(framework)
         self.engine.finish_restore()
         if self.engine.probe is not None:
-            self.engine.probe.watch_registered(objects.values(), (*registered.modules, *registered.optimizers))
+            self.engine.probe.watch_registered(objects, registered)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`, from 0; the first may be half done."""

@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -20,10 +21,10 @@ from torch.optim import Optimizer
 
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.shards import is_distributed
-from laststep.loops.registered import PLAIN, digest, digests, leaves_of
+from laststep.loops.registered import PLAIN, TORCH_TYPES, Registered, digest, digests, leaves_of
 from laststep.ranks.stop import Stop
 from laststep.ranks.world import World
-from laststep.records.probes import ProbedStep, ProbeFile, ProbePlan, Strike, Variable
+from laststep.records.probes import LEAST_IN_TIME, ProbedStep, ProbeFile, ProbePlan, Strike, Variable
 from laststep.rundir import RunDir
 
 
@@ -39,6 +40,8 @@ class Probe:
         self._file = ProbeFile(run, world.rank)
         self._begun: ProbedStep | None = None  # the step under way
         self._validated = 0  # batches since the last step
+        self._own: list[str] = []  # names of registered objects that are not torch's
+        self._began, self._asked = time.monotonic(), False  # asked for a stop
 
     def watch(self, registered: Any) -> None:
         """Note the inputs of this model, and the updates of this optimiser."""
@@ -58,6 +61,7 @@ class Probe:
             "inputs": [],
             "updates": 0,
             "state": {},
+            "beside": [],
             "rows": [],
             "variables": variables,
         }
@@ -67,13 +71,22 @@ class Probe:
             self._strike(strike)
         elif self._plan.ends_in(step, epoch, step_of_epoch):
             self._strike(Strike(signal.SIGTERM.name, 0, step))
+        elif self._plan.seconds is not None and self._rank == 0 and step >= LEAST_IN_TIME:
+            self._end_in_time(self._plan.seconds)
 
-    def watch_registered(self, objects: Iterable[Any], watched: Iterable[Any]) -> None:
-        """Watch these models and optimisers, the ones in the wrappers that a function has registered."""
-        for each in objects:
+    def _end_in_time(self, seconds: float) -> None:
+        """Ask for a stop, once, when the process has run that long."""
+        if time.monotonic() > self._began + seconds and not self._asked:
+            self._asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watch_registered(self, objects: Mapping[str, Any], registered: Registered) -> None:
+        """Watch what a function has registered: its models and optimisers, without their wrappers."""
+        for each in objects.values():
             self.variables.leave_out(each)
-        for each in watched:
+        for each in (*registered.modules, *registered.optimizers):
             self.watch(each)
+        self._own = [name for name, each in registered.objects.items() if not isinstance(each, TORCH_TYPES)]
 
     def begin_custom_step(self, position: Position, batch: Any) -> None:
         """As `begin_step`, after this position of a custom loop; called from the function."""
@@ -91,6 +104,8 @@ class Probe:
         """The step is done; `state` is what a checkpoint would hold now."""
         if self._begun is not None:
             self._begun["state"] = digests(state)
+            own = {name: state[name] for name in self._own if name in state}
+            self._begun["beside"] = [name for name, leaf in leaves_of(own) if not _is_array(leaf)]
             self._begun["rows"] = [name for name, leaf in leaves_of(state) if is_distributed(leaf)]
             self._file.write(self._begun)
             self._begun = None
@@ -186,6 +201,9 @@ class Variables:
         if isinstance(value, PLAIN):
             self._note(name, "value", value)
             return
+        if isinstance(value, (Tensor, numpy.ndarray, numpy.number)) and not _is_array(value):
+            self._note(name, "value", value.item())
+            return
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -220,7 +238,15 @@ class Variables:
                 self._walk(f"{name}.{attribute}", item, depth + 1)
 
     def _note(self, name: str, kind: str, value: Any) -> None:
-        self._found.setdefault(name, {"kind": kind, "digest": digest(value)})
+        if kind == "value" and isinstance(value, (int, float)):
+            self._found.setdefault(name, {"kind": "number", "digest": repr(value)})
+        else:
+            self._found.setdefault(name, {"kind": kind, "digest": digest(value)})
+
+
+def _is_array(value: Any) -> bool:
+    """Whether this is a tensor or an array of more than one number."""
+    return value.numel() != 1 if isinstance(value, Tensor) else isinstance(value, numpy.ndarray) and value.size != 1
 
 
 def _generator_state(value: Any) -> Any:

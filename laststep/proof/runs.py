@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -15,10 +15,16 @@ from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.proof.differences import (
+    WEIGHTS,
     Difference,
+    Number,
     RuleName,
+    beside_names,
+    changed_numbers,
+    differences_of,
     differs_by_rank,
     first_difference,
+    first_of,
     rule_of,
     unsteady_metrics,
 )
@@ -35,6 +41,7 @@ Train = Callable[[Config, RunDir], str | None]
 Verdict = Literal["exact", "not exact", "not deterministic", "failed"]
 LEAST_STEPS = 4
 SMOKE_STEPS, SMOKE_BATCHES = 4, 3  # of each validation
+LEAST_STARTS = 4  # of the ranks: undisturbed, up to a stop, up to a killed rank, and to the end
 UNDISTURBED, AGAIN, DISTURBED = "undisturbed", "again", "disturbed"
 
 
@@ -61,6 +68,10 @@ class Proof:
     rule: RuleName | None = None
     error: str | None = None  # the script's own
     ignored: set[str] = field(default_factory=set)  # metrics that differ between undisturbed runs of the same bits
+    left_out: tuple[str, ...] = ()  # by the user
+    beside: list[str] = field(default_factory=list)  # what differs where the weights and the inputs are the same
+    numbers: list[Number] = field(default_factory=list)  # of the script's variables, that a resume changes
+    spared: int = 0  # places in which the budget left no time to disturb the run
     checkpoint_bytes: int = 0
 
     @property
@@ -77,12 +88,22 @@ class _ScriptFailed(Exception):
 class Prover:
     """Makes the runs, in the folder of all runs that the configuration names, and compares them."""
 
-    def __init__(self, config: Config, steps: int | None, train: Train, report: Callable[[Attempt], None]) -> None:
-        """`steps`: how many to train, see `ProbePlan`. `report` is called after each attempt."""
+    def __init__(
+        self,
+        config: Config,
+        steps: int | None,
+        train: Train,
+        report: Callable[[Attempt], None],
+        left_out: Collection[str] = (),
+        minutes: float | None = None,
+    ) -> None:
+        """`steps`: how many to train, see `ProbePlan`. `report` is called after each attempt. `left_out`: names of
+        values that may differ. `minutes`: how long all runs may take, as far as LEAST_STARTS of the ranks allow."""
         self._config, self._steps, self._train, self._report = config, steps, train, report
-        self._ranks = config.launch.world_size
+        self._ranks, self._budget_s = config.launch.world_size, None if minutes is None else 60 * minutes
+        self._began = time.monotonic()
         self._validation_batches: int | None = None  # all of them
-        self.proof = Proof()
+        self.proof = Proof(left_out=tuple(left_out))
 
     def prove(self) -> Proof:
         """Raises ConfigError when the ranks refuse the configuration before they have done a step."""
@@ -95,9 +116,11 @@ class Prover:
                 # A run that has finished by itself is not stopped in its last step: a validation may follow.
                 self._steps = steps + 1 if proof.attempts[0].finished else steps
                 proof.checkpoint_bytes = self._checkpoint_bytes()
-                again = self._undisturbed(AGAIN)
+                places = self._affordable(choose_places(undisturbed, self._ranks, self._config.seed))
+                if not proof.spared:
+                    self._undisturbed(AGAIN)
             if proof.difference is None:
-                self._disturbed(undisturbed, again)
+                self._disturbed(undisturbed, places)
         except _ScriptFailed as error:
             proof.verdict, proof.error = "failed", str(error)
         return proof
@@ -121,20 +144,54 @@ class Prover:
             self._found("not exact", difference, "rank")
         elif name == AGAIN:
             self.proof.ignored = unsteady_metrics(self.proof.runs[UNDISTURBED], probed)
-            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self.proof.ignored):
+            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self._ignored):
                 self._found("not deterministic", difference, "not deterministic")
         return probed
 
-    def _disturbed(self, undisturbed: Probed, again: Probed) -> None:
-        """Train with a strike per attempt, up to the first difference."""
-        for place in (*choose_places(undisturbed, self._ranks, self._config.seed), None):
+    @property
+    def _ignored(self) -> set[str]:
+        return {*self.proof.ignored, *self.proof.left_out}
+
+    def _affordable(self, places: list[Place]) -> list[Place]:
+        """The places for which the budget has time: each costs at most what the undisturbed run has cost."""
+        if self._budget_s is None:
+            return places
+        left_s = self._budget_s - (time.monotonic() - self._began)
+        starts = int(left_s / self.proof.attempts[0].seconds)
+        if starts >= len(places) + 2:  # undisturbed again, and to the end
+            return places
+        within = sorted(places, key=lambda place: (place.kind != WITHIN, place.strike.step))
+        kept = within[: max(LEAST_STARTS - 2, starts - 2)]
+        self.proof.spared = len(places) - len(kept)
+        return [place for place in places if place in kept]
+
+    def _disturbed(self, undisturbed: Probed, places: Sequence[Place]) -> None:
+        """Train with a strike per attempt, up to the first difference on which the weights depend."""
+        proof = self.proof
+        for place in (*places, None):
             found = self._attempt(DISTURBED, place)
-            over = place is None or self.proof.attempts[-1].finished
-            if difference := first_difference(undisturbed, found, self.proof.ignored, so_far=not over):
+            over = place is None or proof.attempts[-1].finished
+            differences = differences_of(undisturbed, found, self._ignored, so_far=not over)
+            if differences and AGAIN not in proof.runs and (over or any(one.what in WEIGHTS for one in differences)):
+                del proof.runs[DISTURBED]  # the last of the runs is the one that a difference was found in
+                self._undisturbed(AGAIN)
+                if proof.difference is not None:
+                    return
+                proof.runs[DISTURBED] = found
+                differences = differences_of(undisturbed, found, self._ignored, so_far=not over)
+            if not over and not any(one.what in WEIGHTS for one in differences):
+                continue
+            again = proof.runs.get(AGAIN)
+            if again is not None:
+                proof.numbers = changed_numbers(undisturbed, again, found, self._ignored)
+            if differences:
+                assert again is not None
+                difference = first_of(differences)
                 rule = rule_of(difference, undisturbed, again, found)
                 self._found("not deterministic" if rule == "not deterministic" else "not exact", difference, rule)
-            if difference or over:
-                return
+                if not any(one.what in WEIGHTS for one in differences):
+                    proof.beside, proof.rule = beside_names(undisturbed, found, self._ignored), "beside"
+            return
 
     def _checkpoint_bytes(self) -> int:
         store = CheckpointStore(RunDir(f"{self._config.launch.root}/{UNDISTURBED}").checkpoints)
@@ -145,7 +202,8 @@ class Prover:
 
     def _attempt(self, name: str, place: Place | None) -> Probed:
         """Train one attempt of the run of that name. Raises _ScriptFailed."""
-        plan = ProbePlan(self._steps, place.strike if place else None, self._validation_batches)
+        least_s = None if self._budget_s is None or self.proof.runs else self._budget_s / (2 * LEAST_STARTS)
+        plan = ProbePlan(self._steps, place.strike if place else None, self._validation_batches, least_s)
         config = self._config
         launch = dataclasses.replace(config.launch, name=name, env={**config.launch.env, **plan.environment()})
         config = dataclasses.replace(config, launch=launch)

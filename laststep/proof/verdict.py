@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from laststep.proof.differences import MOST_NAMES, RULES, Difference, iterators_of, variables_of
+from laststep.proof.differences import MOST_NAMES, RULES, Difference, Number, fix_of, iterators_of, variables_of
 from laststep.proof.runs import AGAIN, DISTURBED, KILL, UNDISTURBED, WITHIN, Attempt, Place, Proof, missing_kinds
 from laststep.say import counted
 
@@ -47,8 +47,25 @@ def summary(proof: Proof) -> list[str]:
         said = (line if line.startswith(" ") else textwrap.fill(line, WIDTH, break_long_words=False) for line in lines)
         return [f"FAILED: the script ends with an error {when}", "", *said]
     if proof.difference is None:
-        return ["EXACT", *_compared(proof)]
-    return [proof.verdict.upper(), *_parting(proof, proof.difference)]
+        return ["EXACT", *_compared(proof), *_numbers(proof.numbers)]
+    headline = proof.verdict.upper()
+    if proof.beside:
+        differ = f"{listed(proof.beside)} {'differ' if len(proof.beside) > 1 else 'differs'}"
+        headline = textwrap.fill(f"{headline}: weights and inputs exact; {differ}", WIDTH, break_long_words=False)
+    return [headline, *_parting(proof, proof.difference), *_numbers(proof.numbers)]
+
+
+def _numbers(numbers: Sequence[Number]) -> Iterator[str]:
+    """The numbers of the script's own that a resume changes, and what to do about them."""
+    if not numbers:
+        return
+    shown = [f"{one.name} ({one.found} instead of {one.expected} in step {one.step})" for one in numbers]
+    yield from _field("numbers", f"not registered, and another number after a resume: {listed(shown)}")
+    counters = [one.name for one in numbers if one.counts]
+    if len(counters) < len(numbers):
+        yield from _field("fix", "If they matter, keep them in a dict and register it: run.restore(..., best=best).")
+    if counters:
+        yield from _field("fix", f"{listed(counters)}: count with run.step, which a resume does not change.")
 
 
 def _compared(proof: Proof) -> Iterator[str]:
@@ -69,8 +86,12 @@ def _compared(proof: Proof) -> Iterator[str]:
         f"{counted(len(expected.metrics), 'line')} of metrics",
     )
     if proof.ignored:
-        names = _listed(sorted(proof.ignored))
+        names = listed(sorted(proof.ignored))
         yield from _field("left out", f"metrics that differ even between the undisturbed runs: {names}")
+    if proof.left_out:
+        yield from _field("left out", f"by --ignore: {listed(proof.left_out)}")
+    if proof.spared:
+        yield from _field("spared", f"{counted(proof.spared, 'stop')} for which --minutes left no time")
     if missing := missing_kinds(places):
         yield from _field(
             "not tried", f"a stop in {_joined(missing, 'or')}: the run did not get there; --steps N trains longer"
@@ -82,12 +103,12 @@ def _parting(proof: Proof, difference: Difference) -> Iterator[str]:
     assert proof.rule is not None
     yield from _field("first", _first(proof, difference))
     if names := _state_names(proof, difference):
-        yield from _field("values", _listed(names))
+        yield from _field("values", listed(names))
     rule = RULES[proof.rule]
     yield from _field("rule", f"{rule.finding}.")
     if variables := _variables(proof, difference):
-        yield from _field("variables", f"not registered: {_listed(variables)}")
-    yield from _field("fix", rule.fix)
+        yield from _field("variables", f"not registered: {listed(variables)}")
+    yield from _field("fix", fix_of(proof.rule, proof.runs[UNDISTURBED]))
 
 
 def _first(proof: Proof, difference: Difference) -> str:
@@ -100,9 +121,10 @@ def _first(proof: Proof, difference: Difference) -> str:
         "missing": "one of the runs ends before it",
         "batch": f"another batch {rank}",
         "inputs": f"another input of the model {rank}",
-        "metrics": f"other metrics: {_listed(difference.names)}",
+        "metrics": f"other metrics: {listed(difference.names)}",
         "state": f"other registered state {rank}",
-        "epoch": f"another line of its epoch: {_listed(difference.names)}",
+        "beside": f"other registered values {rank}",
+        "epoch": f"another line of its epoch: {listed(difference.names)}",
     }[difference.what]
     lines = proof.runs[name].of(difference.rank, difference.attempt)
     resumed = name == DISTURBED and difference.attempt and lines and lines[0]["step"] == step
@@ -130,6 +152,11 @@ def _variables(proof: Proof, difference: Difference) -> list[str]:
     again = expected if proof.rule == "not deterministic" else proof.runs[AGAIN]
     kind = "generator" if proof.rule == "generator" else None
     return variables_of(difference, expected, again, found, kind)
+
+
+def outside(written: Sequence[str]) -> list[str]:
+    """The files of the user's own that the script has written, or that somebody else has meanwhile."""
+    return _field("outside", f"changed meanwhile, outside of the copy: {listed(written)}") if written else []
 
 
 def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
@@ -163,7 +190,12 @@ def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
             "variables": _variables(proof, difference),
         },
         "rule": proof.rule,
+        "weights_exact": proof.verdict == "exact" or bool(proof.beside),
+        "values": proof.beside,
+        "numbers": [one._asdict() for one in proof.numbers],
         "metrics_left_out": sorted(proof.ignored),
+        "left_out": list(proof.left_out),
+        "spared": proof.spared,
         "checkpoint_bytes": proof.checkpoint_bytes,
         "error": proof.error,
     }
@@ -176,7 +208,7 @@ def _field(label: str, text: str) -> list[str]:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first of these names, and how many there are beyond them."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

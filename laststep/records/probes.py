@@ -15,6 +15,7 @@ from laststep.rundir import RunDir
 
 PLAN = "LASTSTEP_PROBE"  # the variable that holds an attempt's plan
 LEAST_STEPS, MOST_STEPS, INTO_SECOND_EPOCH = 20, 100, 8
+LEAST_IN_TIME = 8  # steps of a run that ends because its time is up
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class Strike:
 class ProbePlan:
     """What happens in one attempt: at most one strike, and a stop in step `steps`.
 
-    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps. Each validation
-    has the first `validation_batches` alone (None: all of them).
+    Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps, or `seconds`
+    after its start, but after `LEAST_IN_TIME` steps. Each validation has the first `validation_batches` alone (None:
+    all of them).
     """
 
     steps: int | None = None
     strike: Strike | None = None
     validation_batches: int | None = None
+    seconds: float | None = None
 
     def environment(self) -> dict[str, str]:
         """What a rank needs in its environment to follow this plan."""
@@ -60,7 +63,8 @@ class ProbePlan:
 
 
 class Variable(TypedDict):
-    """A variable of the user's code: a random `generator`, an `iterator`, whose state is unknown, or any `value`."""
+    """A variable of the user's code: a random `generator`, an `iterator`, whose state is unknown, a `number`, whose
+    digest is what it prints as, or any other `value`."""
 
     kind: str
     digest: str
@@ -76,6 +80,7 @@ class ProbedStep(TypedDict):
     inputs: list[str]  # digests of the inputs of the model's forward passes in training
     updates: int  # calls of an optimiser's step()
     state: dict[str, str]  # digests of all that a checkpoint of this step would hold, by name
+    beside: list[str]  # the names in `state` of numbers and words that are not in an object of torch's
     rows: list[str]  # the names in `state` of sharded tensors: the rank has some rows of each
     variables: dict[str, Variable]  # of the user's code, by name, as the step began
 

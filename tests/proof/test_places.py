@@ -24,6 +24,7 @@ def a_step(step: int, attempt: int = 0, **changed: Any) -> ProbedStep:
         "inputs": [f"input {step}"],
         "updates": 1,
         "state": {"model.weight": f"weight {step}"},
+        "beside": [],
         "rows": [],
         "variables": {},
     }

@@ -123,6 +123,32 @@ def test_broken_rules(loop: str, said: list[str], capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("forked_ranks")
+def test_what_no_weights_depend_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """A counter that begins again is another finding than other weights: each is said. Left out by name, the rest is
+    exact, and the numbers that nobody registered are still named: a best accuracy that begins again chooses another
+    best model."""
+    status, text = proven(capfd, f"task={LOOPS}counts", "--steps", "14")
+    assert status == 1
+    assert "NOT EXACT: weights and inputs exact; seen in metrics, turn in metrics differ" in text
+    assert "begin again in each attempt" in text and "--ignore NAME" in text
+    status, text = proven(capfd, f"task={LOOPS}counts", "--steps", "14", "--ignore", "seen", "--ignore", "tur*")
+    assert status == 0 and " EXACT " in text
+    assert "left out by --ignore: seen, tur*" in text
+    assert "another number after a resume: " in text and "best (inf instead of 0." in text
+    assert "turn" not in text.partition("numbers ")[2], "it was left out"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_minutes(capfd: pytest.CaptureFixture[str]) -> None:
+    """With no time at all, a run is still stopped and killed once each. What two undisturbed runs would have shown is
+    found out when it matters: the clock in the metrics is no finding."""
+    status, text = proven(capfd, f"task={LOOPS}exact", "--minutes", "0.01")
+    assert status == 0 and " EXACT " in text, text
+    assert "1 stop, 1 killed rank, 2 restarts" in text and "for which --minutes left no time" in text
+    assert "even between the undisturbed runs: clock" in text
+
+
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     """Its error is not taken for an inexact resume: the line of the user's code is printed."""
     status, text = proven(capfd, f"task={LOOPS}fails")
@@ -166,4 +192,5 @@ def test_interrupted(number: signal.Signals, tmp_path: Path) -> None:
 def test_wrong_input(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As for submit: one line, exit status 2, nothing left behind."""
     assert "--steps 3: must be at least 4" in refusal(["prove", "--steps", "3"], capfd, tmp_path)
+    assert "--minutes 0: must be positive" in refusal(["prove", "--minutes", "0"], capfd, tmp_path)
     assert "task=nowhere.main" in refusal(["prove", "task=nowhere.main"], capfd, tmp_path)
