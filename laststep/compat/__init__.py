@@ -337,6 +337,38 @@ def collate_as_list(kind: type) -> None:
     default_collate_fn_map[kind] = lambda batch, **_: list(batch)
 
 
+# --- Accelerate
+
+
+def _accelerate_gradients() -> Any:
+    """Accelerate's state of gradient accumulation, one per process; None if the script has no Accelerator."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state() if state is not None and state._shared_state != {} else None
+
+
+def accelerate_micro_batches() -> int:
+    """How many micro-batches the script's Accelerator accumulates, 1 if there is none."""
+    state = _accelerate_gradients()
+    return 1 if state is None else state.num_steps
+
+
+def begin_accelerate_steps(loop: Any) -> Callable[[], None] | None:
+    """Have `accelerator.accumulate(...)` make its updates in the last micro-batch of each step of `loop`, as it does in
+    the last batch of a loader of its own. Call what this returns to end that."""
+    if (state := _accelerate_gradients()) is None:
+        return None
+
+    class Loader:
+        """What Accelerate asks a loader that it is iterating over."""
+
+        remainder = 0
+        end_of_dataloader = property(lambda self: loop.micro_batch == loop.last_micro_batch)
+
+    loader = Loader()
+    state._add_dataloader(loader)
+    return lambda: state._remove_dataloader(loader)
+
+
 # --- Lightning
 
 
