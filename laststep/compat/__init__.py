@@ -378,6 +378,28 @@ def leave_signals_alone(trainer: Any) -> None:
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
+def replace_lightning_loader(trainer: Any, adopt: Callable[[Any], Any]) -> None:
+    """Have the Trainer train from what `adopt` makes of its training loader, as the user has made that: by default
+    Lightning puts another sampler into it, which shuffles."""
+    connector, strategy = trainer._data_connector, trainer.strategy
+    prepare, setup = connector._prepare_dataloader, trainer.fit_loop.setup_data
+
+    def setup_data() -> None:
+        connector._prepare_dataloader = lambda loader, **_: adopt(loader)
+        strategy.adopts = True
+        try:
+            setup()
+        finally:
+            connector._prepare_dataloader, strategy.adopts = prepare, False
+
+    trainer.fit_loop.setup_data = setup_data
+
+
+def lightning_swa_model(callback: Any) -> Any:
+    """The averaged model of Lightning's StochasticWeightAveraging."""
+    return callback._average_model
+
+
 def lightning_fetcher(trainer: Any) -> Any:
     """What fetches the training batches, and counts them in `fetched`; None until Lightning's loop has begun."""
     return trainer.fit_loop._data_fetcher
@@ -396,10 +418,27 @@ def set_lightning_steps(trainer: Any, steps: int) -> None:
 # --- transformers
 
 
-def load_no_transformers_checkpoint(trainer: Any) -> None:
-    """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from."""
+def load_no_transformers_checkpoint(trainer: Any, loader: Any) -> None:
+    """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from, and from
+    skipping batches of `loader`, which begins where the run is."""
+    import transformers.trainer as module
+
     for part in ("from_checkpoint", "optimizer_and_scheduler", "scaler", "rng_state"):
         setattr(trainer, f"_load_{part}", lambda *_: None)
+    skip = module.skip_first_batches
+    module.skip_first_batches = lambda given, count: given if given is loader else skip(given, count)
+
+
+def on_best_transformers_metric(trainer: Any, act: Callable[[], None]) -> None:
+    """Call `act` after each evaluation of the Trainer of transformers whose metric is the best so far."""
+    determine = trainer._determine_best_metric
+
+    def determined(**words: Any) -> bool:
+        if best := determine(**words):
+            act()
+        return best
+
+    trainer._determine_best_metric = determined
 
 
 # --- Ray
