@@ -64,6 +64,7 @@ def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: 
         ("lightning_whole", "lightning", ("validation 4", "step 2", "step 3")),
         ("lightning_manual", "lightning", ("step 3", "step 4", "validation 4")),
         ("lightning_swa", "lightning", ("step 9", "step 4", "validation 4")),
+        ("sft", "trl", ("step 3", "step 4", "step 2")),
         ("transformers_whole", "transformers", ("step 3", "step 4", "validation 2")),
     ],
 )

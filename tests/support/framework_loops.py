@@ -205,6 +205,47 @@ def transformers_whole(run: Run) -> None:
     run.log(best=trainer.evaluate()["eval_loss"])  # that of the weights that were loaded
 
 
+def sft(run: Run) -> None:
+    """TRL's supervised fine-tuning of a LoRA adapter of PEFT's, with accumulation; evaluations log its own counters."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from laststep.frameworks.transformers import follow
+
+    strike(run)
+    words = {word: number for number, word in enumerate(["<eos>", *"abcdefgh"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<eos>")
+    texts = [" ".join("abcdefgh"[: 2 + number % 6]) for number in range(44)]
+    sizes = {"vocab_size": 9, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    args = SFTConfig(
+        output_dir="sft",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        logging_steps=3,
+        max_length=16,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+    )
+    trainer = SFTTrainer(
+        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
+        args,
+        train_dataset=Dataset.from_dict({"text": texts[:28]}),
+        eval_dataset=Dataset.from_dict({"text": texts[28:]}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1),
+    )
+    follow(run, trainer)
+    trainer.train()
+
+
 LIGHTNING_REFUSES: dict[str, Any] = {
     "strategy": "fsdp",
     "reload_dataloaders_every_n_epochs": 2,
