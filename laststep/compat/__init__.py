@@ -362,6 +362,38 @@ def collate_as_list(kind: type) -> None:
     default_collate_fn_map[kind] = lambda batch, **_: list(batch)
 
 
+# --- Accelerate
+
+
+def _accelerate_gradients() -> Any:
+    """Accelerate's state of gradient accumulation, one per process; None if the script has no Accelerator."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state() if state is not None and state._shared_state != {} else None
+
+
+def accelerate_micro_batches() -> int:
+    """How many micro-batches the script's Accelerator accumulates, 1 if there is none."""
+    state = _accelerate_gradients()
+    return 1 if state is None else state.num_steps
+
+
+def begin_accelerate_steps(loop: Any) -> Callable[[], None] | None:
+    """Have `accelerator.accumulate(...)` make its updates in the last micro-batch of each step of `loop`, as it does in
+    the last batch of a loader of its own. Call what this returns to end that."""
+    if (state := _accelerate_gradients()) is None:
+        return None
+
+    class Loader:
+        """What Accelerate asks a loader that it is iterating over."""
+
+        remainder = 0
+        end_of_dataloader = property(lambda self: loop.micro_batch == loop.last_micro_batch)
+
+    loader = Loader()
+    state._add_dataloader(loader)
+    return lambda: state._remove_dataloader(loader)
+
+
 # --- Lightning
 
 
@@ -369,6 +401,28 @@ def leave_signals_alone(trainer: Any) -> None:
     """Keep Lightning's Trainer from handling signals: its handler for SIGTERM starts a collective wherever the main
     thread is."""
     trainer._signal_connector.register_signal_handlers = lambda: None
+
+
+def replace_lightning_loader(trainer: Any, adopt: Callable[[Any], Any]) -> None:
+    """Have the Trainer train from what `adopt` makes of its training loader, as the user has made that: by default
+    Lightning puts another sampler into it, which shuffles."""
+    connector, strategy = trainer._data_connector, trainer.strategy
+    prepare, setup = connector._prepare_dataloader, trainer.fit_loop.setup_data
+
+    def setup_data() -> None:
+        connector._prepare_dataloader = lambda loader, **_: adopt(loader)
+        strategy.adopts = True
+        try:
+            setup()
+        finally:
+            connector._prepare_dataloader, strategy.adopts = prepare, False
+
+    trainer.fit_loop.setup_data = setup_data
+
+
+def lightning_swa_model(callback: Any) -> Any:
+    """The averaged model of Lightning's StochasticWeightAveraging."""
+    return callback._average_model
 
 
 def lightning_fetcher(trainer: Any) -> Any:
@@ -389,10 +443,27 @@ def set_lightning_steps(trainer: Any, steps: int) -> None:
 # --- transformers
 
 
-def load_no_transformers_checkpoint(trainer: Any) -> None:
-    """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from."""
+def load_no_transformers_checkpoint(trainer: Any, loader: Any) -> None:
+    """Keep the Trainer of transformers from loading anything but its counters from the folder it resumes from, and from
+    skipping batches of `loader`, which begins where the run is."""
+    import transformers.trainer as module
+
     for part in ("from_checkpoint", "optimizer_and_scheduler", "scaler", "rng_state"):
         setattr(trainer, f"_load_{part}", lambda *_: None)
+    skip = module.skip_first_batches
+    module.skip_first_batches = lambda given, count: given if given is loader else skip(given, count)
+
+
+def on_best_transformers_metric(trainer: Any, act: Callable[[], None]) -> None:
+    """Call `act` after each evaluation of the Trainer of transformers whose metric is the best so far."""
+    determine = trainer._determine_best_metric
+
+    def determined(**words: Any) -> bool:
+        if best := determine(**words):
+            act()
+        return best
+
+    trainer._determine_best_metric = determined
 
 
 # --- Ray

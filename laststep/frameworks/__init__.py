@@ -4,6 +4,10 @@ in `loops`."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import Any
+
 from laststep.config.errors import ConfigError
 
 # What each adapter needs, and the versions that it supports.
@@ -18,6 +22,13 @@ VERSIONS = {
     "ray": "ray[train]>=2.58,<3",
     "transformers": "transformers[torch]>=5,<6",
 }
+
+
+def lightning(part: str) -> Any:
+    """Lightning's package `pytorch` or `fabric`: of `lightning`, or of `pytorch_lightning` if the script has imported
+    that. The two know nothing of each other."""
+    other = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}
+    return importlib.import_module(other[part] if "pytorch_lightning" in sys.modules else f"lightning.{part}")
 
 
 def missing(source: str, adapter: str, package: str) -> ConfigError:

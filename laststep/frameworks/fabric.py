@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from laststep.frameworks import unusable
+from laststep.frameworks import lightning, unusable
 from laststep.loops.run import Run, loop_of
 
 try:
-    from lightning import fabric
-    from lightning.fabric.plugins.environments import ClusterEnvironment
-    from lightning.fabric.strategies import DDPStrategy
+    fabric = lightning("fabric")
 except ImportError as error:
     raise unusable(__name__, error) from error
 
@@ -20,7 +18,9 @@ class Fabric(fabric.Fabric):
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         super().__init__(
-            strategy=DDPStrategy(**ddp_options(run)), num_nodes=loop_of(run).group.world.nodes, **arguments
+            strategy=fabric.strategies.DDPStrategy(**ddp_options(run)),
+            num_nodes=loop_of(run).group.world.nodes,
+            **arguments,
         )
 
 
@@ -30,7 +30,7 @@ def ddp_options(run: Run) -> dict[str, Any]:
     return {"parallel_devices": [run.device] * local_size, "cluster_environment": _Ranks(run)}
 
 
-class _Ranks(ClusterEnvironment):
+class _Ranks(fabric.plugins.environments.ClusterEnvironment):
     """The ranks as Laststep started them. Because it is not Lightning's environment for Slurm, Lightning requeues
     nothing."""
 

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from laststep import compat
 from laststep.config.errors import ConfigError
-from laststep.frameworks import unusable
+from laststep.data.loader import StepLoader
+from laststep.frameworks import lightning, unusable
 from laststep.frameworks.fabric import ddp_options
-from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation
+from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation, adopted
 from laststep.loops.custom_loop import LeaveFunction
 from laststep.loops.gradients import rehearse_without_forward
 from laststep.loops.run import Run, loop_of
 
 try:
-    from lightning import pytorch
-    from lightning.pytorch.callbacks import Callback, Checkpoint
-    from lightning.pytorch.strategies import DDPStrategy
+    pytorch = lightning("pytorch")
 except ImportError as error:
     raise unusable(__name__, error) from error
 
@@ -37,10 +37,10 @@ DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "dd
 
 
 class Trainer(pytorch.Trainer):
-    """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)` in the function that `task` names.
+    """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)`. All other arguments are Lightning's.
 
-    `fit` takes what `run.loader(dataset, batch_size)` gave as its training loader. All other arguments are Lightning's.
-    Raises ConfigError for those that would keep a run from resuming exactly.
+    `fit` takes its training data from a DataLoader, a datamodule or the module, or what `run.loader(dataset,
+    batch_size)` gave. Raises ConfigError for what would keep a run from resuming exactly.
     """
 
     def __init__(self, run: Run, **arguments: Any) -> None:
@@ -51,26 +51,37 @@ class Trainer(pytorch.Trainer):
         arguments.setdefault("enable_progress_bar", sys.stdout.isatty())
         callbacks = arguments.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if any(isinstance(callback, Checkpoint) for callback in callbacks):
+        if any(isinstance(callback, pytorch.callbacks.Checkpoint) for callback in callbacks):
             raise ConfigError("Trainer(callbacks=...): remove ModelCheckpoint; `checkpoint` in the configuration saves")
+        if any(isinstance(callback, pytorch.callbacks.GradientAccumulationScheduler) for callback in callbacks):
+            raise ConfigError(
+                "Trainer(callbacks=...): remove GradientAccumulationScheduler; accumulate_grad_batches stays the same"
+            )
         self._follower = _Follower(run)
         super().__init__(callbacks=[self._follower, *callbacks], enable_checkpointing=False, **arguments)
         compat.leave_signals_alone(self)
+        self._follower.follow(self)
 
-    def fit(self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, **others: Any) -> None:
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        **others: Any,
+    ) -> None:
         """Train, from where the run was."""
-        for name, value in others.items():
-            if value is not None:
-                raise ConfigError(f"Trainer.fit({name}=...): {INSTEAD.get(name, 'remove it')}")
-        self._follower.follow(self, train_dataloaders)
-        super().fit(model, self._follower.steps, val_dataloaders)
-
-
-INSTEAD = {
-    "datamodule": "pass its data: train_dataloaders=run.loader(data.train_set, batch_size), "
-    "val_dataloaders=data.val_dataloader()",
-    "ckpt_path": "remove it; a run resumes by itself",
-}
+        if ckpt_path is not None:
+            raise ConfigError("Trainer.fit(ckpt_path=...): remove it; a run resumes by itself")
+        if not isinstance(model, pytorch.LightningModule):
+            raise ConfigError(
+                f"Trainer.fit(model): {type(model).__name__} is no LightningModule of {pytorch.__name__}; a script "
+                "with `import pytorch_lightning` imports that before laststep.frameworks.lightning"
+            )
+        if isinstance(train_dataloaders, StepLoader):
+            train_dataloaders = self._follower.adopt(self, train_dataloaders)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, **others)
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
@@ -78,19 +89,17 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     strategy = arguments.get("strategy", "auto")
     if not isinstance(strategy, str) or strategy not in DDP:
         raise ConfigError(f"Trainer(strategy={strategy!r}): choose one of {', '.join(DDP)}")
-    if arguments.get("accumulate_grad_batches", 1) != 1:
-        raise ConfigError(
-            "Trainer(accumulate_grad_batches=...): a step is one batch; use 1, and a larger run.loader(batch_size=...)"
-        )
     if arguments.get("max_time") is not None:
         raise ConfigError("Trainer(max_time=...): a run that ends by the clock cannot be repeated; use max_steps")
+    if arguments.get("reload_dataloaders_every_n_epochs"):
+        raise ConfigError("Trainer(reload_dataloaders_every_n_epochs=...): remove it; a run has one order of samples")
     if arguments.get("enable_checkpointing"):
         raise ConfigError("Trainer(enable_checkpointing=True): remove it; `checkpoint` in the configuration saves")
     if arguments.get("max_epochs") == -1 and arguments.get("max_steps", -1) == -1:
         raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
 
 
-class _Strategy(DDPStrategy):
+class _Strategy(pytorch.strategies.DDPStrategy):
     """Lightning's DDP, whose validations can be stopped."""
 
     def __init__(self, run: Run, **arguments: Any) -> None:
@@ -101,23 +110,26 @@ class _Strategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self._of_run.size, "rank": self._of_run.rank}
 
+    adopts = False  # whether the next loader is the one to train from
+
     def process_dataloader(self, dataloader: Any) -> Any:
-        return dataloader if isinstance(dataloader, FrameworkSteps) else FrameworkValidation(self._of_run, dataloader)
+        return dataloader if self.adopts else FrameworkValidation(self._of_run, dataloader)
 
 
-class _Follower(Callback):
+class _Follower(pytorch.Callback):
     """Follows Lightning's loop: registers what it trains, and marks where each step and each epoch ends."""
+
+    steps: FrameworkSteps  # once Lightning has its data
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._metrics: dict[str, Any] = {}  # before a validation
         self._validated: dict[str, float] = {}  # what validations have found, by rank 0
 
-    def follow(self, trainer: Any, loader: Any) -> None:
-        """Follow the loop of this trainer over what `run.loader` gave. Raises ConfigError."""
-        self.steps = FrameworkSteps(self._run, loader, lambda: _plan(trainer))
+    def follow(self, trainer: Any) -> None:
+        """Follow the loop of this trainer."""
         loop = trainer.fit_loop.epoch_loop
-        advance_end = loop.on_advance_end  # a validation, if one is due
+        self._validate = advance_end = loop.on_advance_end  # a validation, if one is due
 
         def on_advance_end(fetcher: Any) -> None:
             if self.steps.last_of_epoch:
@@ -127,11 +139,23 @@ class _Follower(Callback):
                 self.steps.end_step()  # now, since Lightning waits for the other ranks before it asks for a batch
 
         loop.on_advance_end = on_advance_end
-        self.steps.at_resumed_end = lambda: advance_end(compat.lightning_fetcher(trainer))
+        compat.replace_lightning_loader(trainer, lambda loader: self.adopt(trainer, loader))
+
+    def adopt(self, trainer: Any, loader: Any) -> FrameworkSteps:
+        """The steps over this loader, for Lightning to iterate over. Raises ConfigError."""
+        if isinstance(loader, FrameworkSteps):
+            return loader
+        if hasattr(self, "steps"):
+            raise ConfigError("Trainer.fit(...): trains from one loader, once; draw from others by run.batches(...)")
+        plan = lambda: _plan(trainer, self.steps)  # noqa: E731
+        self.steps = FrameworkSteps(self._run, adopted(self._run, loader), plan, trainer.accumulate_grad_batches)
+        self.steps.at_resumed_end = lambda: self._validate(compat.lightning_fetcher(trainer))
+        return self.steps
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _warn_of_own_state(self._run, trainer, pl_module)
-        objects = {"model": trainer.strategy.model, "lightning": _Progress(trainer, self._validated)}
+        objects: dict[str, Any] = {"model": trainer.strategy.model, **dict(_averages(trainer.callbacks))}
+        objects["lightning"] = _Progress(trainer, self._validated)
         optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
         objects |= {_numbered("optimizer", n, optimizers): optimizer for n, optimizer in enumerate(optimizers)}
         for number, config in enumerate(configs):
@@ -145,7 +169,8 @@ class _Follower(Callback):
         loop_of(self._run).register(objects, rehearses=False)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        self._run.log(loss=loss)
+        batches = self.steps.accumulate
+        self._run.log(loss=loss if batches == 1 else batches * loss.detach())  # Lightning has divided it
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._metrics = dict(trainer.callback_metrics)
@@ -187,7 +212,7 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        callbacks = {each.state_key: each.state_dict() for each in self._trainer.callbacks}
+        callbacks = {each.state_key: _state_of(each) for each in self._trainer.callbacks}
         state["callbacks"] = {name: kept for name, kept in callbacks.items() if kept}
         state["validated"] = dict(self._validated)
         return {**state, "stepped": compat.get_lightning_steps(self._trainer)}
@@ -198,7 +223,7 @@ class _Progress:
         compat.set_lightning_steps(self._trainer, state["stepped"])
         for callback in self._trainer.callbacks:
             if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+                callback.load_state_dict(state["callbacks"][callback.state_key] | _weights_of(callback))
         self._validated.update(state["validated"])
         device = self._trainer.strategy.root_device
         metrics = {name: torch.tensor(value, device=device) for name, value in self._validated.items()}
@@ -212,12 +237,54 @@ class _Progress:
             fetcher.fetched = state["batches"]["current"]["ready"]
 
 
-def _plan(trainer: Any) -> tuple[int, int | None]:
-    """The number of epochs, and the number of steps or None, as they are known when Lightning's loop has begun."""
+AVERAGE = "average_model_state"  # in the state of StochasticWeightAveraging
+
+
+def _averages(callbacks: list[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """The averaged models of callbacks, EMA's and SWA's, which Lightning keeps outside of their state or copies."""
+    models = [each for callback in callbacks for each in vars(callback).values() if isinstance(each, AveragedModel)]
+    models += [
+        _swa_model(callback)
+        for callback in callbacks
+        if isinstance(callback, pytorch.callbacks.StochasticWeightAveraging)
+    ]
+    for number, model in enumerate(models):
+        yield _numbered("average", number, models), model
+
+
+def _swa_model(callback: Any) -> nn.Module:
+    model: nn.Module = compat.lightning_swa_model(callback)
+    return model
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """The state of a callback, without a model that is registered by itself."""
+    state: dict[str, Any] = {name: value for name, value in callback.state_dict().items() if name != AVERAGE}
+    for name, value in state.items():
+        if isinstance(value, dict):  # SWA's schedule counts its function among its state
+            state[name] = {key: part for key, part in value.items() if not callable(part)}
+    return state
+
+
+def _weights_of(callback: Any) -> dict[str, Any]:
+    """What `_state_of` has left out, as it is now."""
+    if not isinstance(callback, pytorch.callbacks.StochasticWeightAveraging):
+        return {}
+    return {AVERAGE: {name: value.clone() for name, value in _swa_model(callback).state_dict().items()}}
+
+
+def _plan(trainer: Any, data: FrameworkSteps) -> tuple[int, int | None]:
+    """The number of epochs, and the number of steps or None, as they are known when Lightning's loop has begun. Raises
+    ConfigError."""
     epochs, steps = trainer.fit_loop.max_epochs, trainer.max_steps
+    if data.accumulate > 1 and trainer.num_training_batches != len(data):
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={data.accumulate}): cannot be combined with limit_train_batches, "
+            "overfit_batches or fast_dev_run"
+        )
     if steps == -1 or not trainer.lightning_module.automatic_optimization:
         return epochs, None
-    needed = math.ceil(steps / trainer.num_training_batches)
+    needed = math.ceil(steps / math.ceil(trainer.num_training_batches / data.accumulate))
     return needed if epochs == -1 else min(epochs, needed), steps
 
 
@@ -227,8 +294,11 @@ def _numbered(name: str, number: int, among: list[Any]) -> str:
 
 def _warn_of_own_state(run: Run, trainer: Any, module: Any) -> None:
     """Say what keeps a state that only a checkpoint of Lightning's own would hold."""
-    for each, plain in [(module, pytorch.LightningModule), *((callback, Callback) for callback in trainer.callbacks)]:
-        if type(each).on_save_checkpoint is not plain.on_save_checkpoint:
+    for each, plain in [
+        (module, pytorch.LightningModule),
+        *((callback, pytorch.Callback) for callback in trainer.callbacks),
+    ]:
+        if type(each).on_save_checkpoint is not plain.on_save_checkpoint and not list(_averages([each])):
             loop_of(run).engine.progress.say(
                 f"WARNING: {type(each).__name__}.on_save_checkpoint() is not called; keep that state in buffers, or in "
                 "a callback's state_dict()"

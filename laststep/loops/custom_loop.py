@@ -116,6 +116,7 @@ class CustomLoop(Loop):
     """
 
     def __init__(self, function: Callable[[CustomLoop], Any], context: AttemptContext, given: GivenKeys) -> None:
+        self.micro_batch, self.last_micro_batch = 0, 0  # of the open step, from 0
         self.config, self.group, self.given = context.config, context.group, given
         self._given_checked = False  # whether the keys that the user has set are read
         self._changed_ends: list[str] = []  # with which the user has resumed the run
@@ -180,13 +181,16 @@ class CustomLoop(Loop):
             yield epoch
             self._logged.end_epoch()
 
-    def steps(self, loader: StepLoader | StepNumbers, count: int | None) -> Iterator[Any]:
-        """The batches of the steps that are left of this epoch. It has `count` steps; None: once over the data."""
+    def steps(self, loader: StepLoader | StepNumbers, count: int | None, accumulate: int = 1) -> Iterator[Any]:
+        """The micro-batches, `accumulate` to a step, of the steps that are left of this epoch. It has `count` steps;
+        None: once over the data."""
         self._check_still_runs()
         position = self.engine.position
-        count = self._begin_steps(loader, count)
+        self._drawn = drawn = MicroBatches(loader, accumulate)
+        count = self._begin_steps(drawn, count)
         if not position.over:
-            batches = loader.batches(position.step, count - position.batches)
+            batches = drawn.batches(position.step, count - position.batches)
+            in_accelerate = compat.begin_accelerate_steps(self) if accumulate > 1 else None
             try:
                 for number in range(position.batches + 1, count + 1):
                     self._check_given()
@@ -195,28 +199,36 @@ class CustomLoop(Loop):
                     if not self.engine.stop.begin_tick():
                         self._leave()
                     self._checks.begin(position.step)
+                    self.micro_batch, self.last_micro_batch = 0, len(drawn.of(position.step)) - 1
                     batch = self.shares.begin_step(position.step, loader, batches)
-                    self._samples = loader.samples(position.step)
+                    self._samples = drawn.samples(position.step)
                     self._move(Event.BATCH)
-                    torch.clear_autocast_cache()  # autocast around the whole loop would go on with old weights
+                    if accumulate > 1:
+                        self._logged.begin_micro_batch()
+                    torch.clear_autocast_cache()  # autocast around the loop would keep old weights, and freed graphs
                     if self.engine.probe is not None:
                         self.engine.probe.begin_custom_step(position, batch)
                     yield batch
+                    while self.micro_batch < self.last_micro_batch:
+                        yield self._next_micro_batch(batches)
                     self.end_step(ends_epoch=number == count)
             except GeneratorExit:  # by a break, whose step `end_steps` closes, or by an error on its way out
                 if self.phase is Phase.UPDATING:
                     self._state.break_off()
                 raise
             finally:
+                if in_accelerate is not None:
+                    in_accelerate()
                 if self.phase in IN_BODY:
                     self._move(Event.BROKEN_OFF)
         self.end_steps()
 
-    def steps_left(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
-        """How many steps `steps` has in the function's epoch, before it has begun."""
-        position, whole = self.engine.position, len(loader) if count is None else count
+    def batches_left(self, loader: StepLoader | StepNumbers, count: int | None, accumulate: int) -> int:
+        """How many micro-batches `steps` has in the function's epoch, before it has begun."""
+        position, drawn = self.engine.position, MicroBatches(loader, accumulate)
         done = position.batches if position.epoch == self._function_epoch else 0
-        return 0 if position.over and done else whole - done
+        left = 0 if position.over and done else (len(drawn) if count is None else count) - done
+        return drawn.of(position.step + left).start - drawn.of(position.step).start
 
     def end_step(self, ends_epoch: bool = False) -> None:
         """Close the step in whose body the function is, if it is in one. A framework does that itself, before it asks
@@ -250,7 +262,12 @@ class CustomLoop(Loop):
         """The batches of a second loader, `per_step` for each step."""
         if problem := loop_rules.of_batches(loader, per_step, self.shares.total):
             raise self._misuse(problem)
-        unit = lambda: self.shares.unit(self.engine.position.step) if self.phase in IN_BODY else None  # noqa: E731
+
+        def unit() -> int | None:
+            if self.phase not in IN_BODY:
+                return None
+            return self.shares.unit(self._drawn.of(self.engine.position.step).start + self.micro_batch)
+
         return SideBatches(self.loaders.another(loader, self.config.seed), per_step, unit, self.shares.here)
 
     def validation(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -376,10 +393,11 @@ class CustomLoop(Loop):
 
     # The order of events
 
-    def _begin_steps(self, loader: StepLoader | StepNumbers, count: int | None) -> int:
+    def _begin_steps(self, drawn: MicroBatches, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
-        position = self.engine.position
-        if problem := loop_rules.of_steps(loader, self._state.registered is not None):
+        position, loader = self.engine.position, drawn.loader
+        registered = self._state.registered is not None
+        if problem := loop_rules.of_steps(loader, registered, drawn.each, self.shares.total):
             raise self._misuse(problem)
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
             raise self._misuse(loop_rules.TWICE)
@@ -392,11 +410,21 @@ class CustomLoop(Loop):
         position.epoch = self._function_epoch
         if isinstance(loader, StepLoader):
             self.loaders.check_order(loader)
-        count = len(loader) if count is None else count
-        self._announce(count, loader.batch_size)
+        count = len(drawn) if count is None else count
+        self._announce(count, drawn.batch_size)
         self._state.restore_for_first_step()
         self._move(Event.FIRST_BATCH)
         return count
+
+    def _next_micro_batch(self, batches: Iterator[Any]) -> Any:
+        """The next micro-batch of the open step."""
+        self.engine.watch.advance()  # a step of many may take longer than the hang timeout
+        batch = next(batches)  # first, as loading may draw random numbers
+        self.micro_batch += 1
+        torch.clear_autocast_cache()
+        self.shares.seed(self.engine.position.step, self.micro_batch)
+        self._logged.begin_micro_batch()
+        return batch if self.engine.probe is None else next(self.engine.probe.noting(iter([batch])))
 
     def _announce(self, count: int, batch_size: int) -> None:
         """Publish how long the run is, if this epoch and all later ones have `count` steps."""
@@ -438,7 +466,12 @@ class CustomLoop(Loop):
             return
         registered = self._state.registered
         assert registered is not None
+        if self.micro_batch < self.last_micro_batch and self.phase in IN_BODY:
+            number, total = self.micro_batch + 1, self.last_micro_batch + 1
+            raise self._misuse(loop_rules.UPDATE_WITHIN.format(number, total, self._drawn.each))
         self.shares.check_complete()
+        if self.phase not in IN_UPDATE:
+            self._logged.average_micro_batches()
         if self.phase not in IN_UPDATE and registered.optimizers:
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
@@ -677,6 +710,47 @@ class CustomState:
         return self.registered
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """The batches of a loader, `each` to a step. Without `each` batches left, the last step over the data has fewer.
+
+    Which ones a step has follows from its number alone.
+    """
+
+    loader: StepLoader | StepNumbers
+    each: int
+
+    def __len__(self) -> int:
+        """Steps in an epoch of the data."""
+        return len(self.loader) if isinstance(self.loader, StepNumbers) else -(-len(self.loader) // self.each)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.loader.batch_size * (1 if isinstance(self.loader, StepNumbers) else self.each)
+
+    def of(self, step: int) -> range:
+        """The numbers of the micro-batches of `step` (from 0), counted over all epochs."""
+        if self.each == 1 or isinstance(self.loader, StepNumbers):
+            return range(step * self.each, (step + 1) * self.each)
+        epoch, number = divmod(step, len(self))
+        first, end = epoch * len(self.loader) + number * self.each, (epoch + 1) * len(self.loader)
+        return range(first, min(first + self.each, end))
+
+    def samples(self, step: int) -> int:
+        """The samples of `step` over all ranks."""
+        if isinstance(self.loader, StepNumbers):
+            return self.loader.samples(step)
+        return sum(self.loader.samples(number) for number in self.of(step))
+
+    def batches(self, first: int, steps: int) -> Iterator[Any]:
+        """The micro-batches of `steps` steps, the first of which is step `first`."""
+        if isinstance(self.loader, StepNumbers):
+            return (step for step in self.loader.batches(first, steps) for _ in range(self.each))
+        start = self.of(first).start
+        return self.loader.batches(start, self.of(first + steps).start - start)
+
+
 class UserLoaders:
     """Remembers the loaders that a function has used, so that their worker processes end with the attempt."""
 
@@ -767,12 +841,12 @@ class UserLoaders:
 
 
 class SideBatches(Iterator[Any]):
-    """`per_step` batches for each step: which ones follows from the number of the step alone, over all epochs. A step
-    may leave some out. With train.shares it is a batch for each share."""
+    """`per_step` batches for each iteration of the steps, a micro-batch: which ones follows from its number alone,
+    over all epochs. It may leave some out. With train.shares it is a batch for each share."""
 
     def __init__(self, loader: StepLoader, per_step: int, open_step: Callable[[], int | None], shares: int = 1) -> None:
-        """`open_step()` is the step (from 0) that is open, None between steps. Of several `shares`, each counts
-        as a step: the loader gives them one after another."""
+        """`open_step()` is the micro-batch (from 0) that is open, None between steps. Of several `shares`, each counts
+        as one: the loader gives them one after another."""
         self._loader, self._shares = loader, shares
         self._per_step = per_step
         self._open_step = open_step

@@ -42,8 +42,15 @@ UPDATE_BEFORE_STEPS = (
 )
 
 
-def of_steps(loader: object, registered: bool) -> str | None:
-    """Of run.steps(...) with this loader; None if it is right. `registered`: after run.restore(...)."""
+UPDATE_WITHIN = (
+    "an optimizer.step() in micro-batch {} of {}: with run.steps(..., accumulate={}) a step makes one update, in its "
+    "last micro-batch; write `if run.sync_gradients:` around it"
+)
+
+
+def of_steps(loader: object, registered: bool, accumulate: int, shares: int | None) -> str | None:
+    """Of run.steps(...) with this loader, in a run with train.shares=`shares`; None if it is right. `registered`: after
+    run.restore(...)."""
     if not registered:
         return (
             "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...): it registers what a "
@@ -53,6 +60,18 @@ def of_steps(loader: object, registered: bool) -> str | None:
         return (
             f"run.steps(...) takes what run.loader(...) gave, not a {type(loader).__name__}: write `loader = "
             "run.loader(dataset, batch_size)`, or run.steps(count=N) for a loop that draws its own batches"
+        )
+    if type(accumulate) is not int or accumulate < 1:
+        return f"run.steps(accumulate={accumulate!r}): must be a number of micro-batches per step, 1 or more"
+    if shares is not None and accumulate > 1:
+        return (
+            f"run.steps(accumulate={accumulate}) with train.shares={shares}: a rank computes its shares one after "
+            f"another already; leave accumulate out, and make the loader's batch_size {accumulate} times as large"
+        )
+    if (needed := compat.accelerate_micro_batches()) not in (1, accumulate):
+        return (
+            f"Accelerator(gradient_accumulation_steps={needed}) makes one update of {needed} micro-batches: write "
+            f"run.steps(..., accumulate={needed})"
         )
     return None
 
@@ -156,9 +175,9 @@ class StepChecks:
         changed = self._gradients_of == step and not self._gradients.unchanged()
         if changed and not self._registered.has_skipped() and self._gradients.any():
             raise ConfigError(
-                f"step {step + 1} left gradients without an optimizer.step(): one iteration of run.steps(...) is one "
-                "update. Accumulate micro-batches within an iteration; end an iteration that skips its update with "
-                "optimizer.zero_grad(); register the GradScaler if there is one"
+                f"step {step + 1} left gradients without an optimizer.step(): where K iterations make one update, "
+                "write run.steps(..., accumulate=K), and `if run.sync_gradients:` around optimizer.step(); end an "
+                "iteration that skips its update with optimizer.zero_grad(); register the GradScaler if there is one"
             )
         self._keep_gradients(step + 1)
 

@@ -127,7 +127,8 @@ class LoggedValues:
         self.row = torch.zeros(MAX_NAMES, dtype=torch.float64, device=group.device)  # of the step under way
         self._places = {"lr": 0}
         self._names: list[str] = []  # that this step has logged
-        self._shares: list[tuple[Tensor, list[str]]] = []  # a row and its names for each share of this step
+        self._parts: list[tuple[Tensor, list[str]]] = []  # a row and its names for each share or micro-batch
+        self._averaged = False  # whether the step's row has the means of its micro-batches
         self._rows: list[Tensor] = []  # of finished steps, not synced yet
         self._best_by = best_by
         self._validation: dict[str, Any] | None = None  # of a validation within this step, which begins with its step
@@ -135,8 +136,9 @@ class LoggedValues:
         self._ended_epoch: dict[str, Any] = {}  # of the epoch that has just ended
 
     def log_step(self, values: Mapping[str, Any]) -> None:
-        """Log values of this step or of its share, numbers or tensors of one element. Raises ConfigError."""
-        row, names = self._shares[-1] if self._shares else (self.row, self._names)
+        """Log values of this step or of its share or micro-batch, numbers or tensors of one element. Raises
+        ConfigError."""
+        row, names = self._parts[-1] if self._parts else (self.row, self._names)
         for name, value in values.items():
             if self._validation is not None and (name.startswith("val_") or name == self._best_by):
                 self._validation[name] = value
@@ -149,10 +151,27 @@ class LoggedValues:
             except (TypeError, ValueError, RuntimeError):
                 raise ConfigError(f"run.log({name}=...): must be a number, or a tensor of one element") from None
             names.append(name)
+            if self._averaged:
+                self._average(name)
+
+    def begin_micro_batch(self) -> None:
+        """What is logged from now on is of one micro-batch; the step's values are the means over them."""
+        self._parts.append((torch.zeros_like(self.row), []))
+
+    def average_micro_batches(self) -> None:
+        """Log, as values of the step, the means over the micro-batches that have logged them."""
+        self._averaged = bool(self._parts)
+        for name in dict.fromkeys(name for _, logged in self._parts for name in logged):
+            self._average(name)
+
+    def _average(self, name: str) -> None:
+        place = self._places[name]
+        self.row[place] = torch.stack([row[place] for row, logged in self._parts if name in logged]).mean()
+        self._names.append(name)
 
     def begin_share(self) -> None:
         """What is logged from now on are means over the samples of one share."""
-        self._shares.append((torch.full_like(self.row, math.nan), []))
+        self._parts.append((torch.full_like(self.row, math.nan), []))
 
     def end_shares(self, weights: Sequence[float]) -> None:
         """Log the means over the samples of all shares, of which this rank's count by these weights. A collective.
@@ -160,7 +179,7 @@ class LoggedValues:
         Raises ConfigError for a value that only some of this rank's shares have logged. A mean is NaN if only another
         rank's have.
         """
-        shares, self._shares = self._shares, []
+        shares, self._parts = self._parts, []
         names = list(dict.fromkeys(name for _, logged in shares for name in logged))
         for name in names:
             if not all(name in logged for _, logged in shares):
@@ -193,6 +212,8 @@ class LoggedValues:
         self._rows.append(row)
         logged = {name: row[self._places[name]] for name in self._names}
         self._names.clear()
+        self._parts.clear()
+        self._averaged = False
         return logged
 
     def sync_steps(self) -> None:

@@ -33,7 +33,7 @@ class Run:
             loader = run.loader(train_set, batch_size=64)
             run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
             for epoch in run.epochs(5):
-                for x, y in run.steps(loader):      # one iteration is one step: one update
+                for x, y in run.steps(loader):      # one iteration is one step: one update (see `steps`)
                     ...
                 for x, y in run.validation(val_loader):
                     ...
@@ -88,6 +88,12 @@ class Run:
     def step(self) -> int:
         """Finished steps, counted from the start of the run."""
         return self._loop.engine.position.step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this iteration of `steps` is the last of its step, which makes the update. True without
+        `accumulate`."""
+        return self._loop.micro_batch == self._loop.last_micro_batch
 
     def loader(
         self,
@@ -164,7 +170,9 @@ class Run:
         """The epochs, from 0, that are left of `count`. The first of them may be half done."""
         return self._loop.epochs(count)
 
-    def steps(self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0) -> Sized:
+    def steps(
+        self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0, accumulate: int = 1
+    ) -> Sized:
         """The batches of the steps that are left of this epoch.
 
         Each iteration is one step. A step makes one update of the registered objects: they may change from the first
@@ -175,12 +183,29 @@ class Run:
         counts them. Draw each batch in its own iteration, from the generators of Python, NumPy or torch: they are
         seeded by (seed, step, rank). `samples` is the number of samples per step over all ranks, to report a speed in.
 
-        `len(run.steps(...))` is the number of steps that are left of the epoch.
+        With `accumulate=k` a step has k iterations, one for each micro-batch, and the update is in the last:
+
+            for x, y in run.steps(loader, accumulate=4):
+                model.require_backward_grad_sync = run.sync_gradients    # DDP averages the gradients once
+                loss = cross_entropy(model(x), y) / 4
+                loss.backward()
+                run.log(loss=4 * loss)
+                if run.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        The loader's `batch_size` is that of a micro-batch, over all ranks. The last step of an epoch has what is left,
+        so it may have fewer. `count` and `run.step` count steps. Generators are seeded by (seed, step, micro-batch,
+        rank). What several micro-batches log is averaged. The ranks stop, and save, between two steps only: no gradient
+        is in a checkpoint, and an attempt that ends within a step does all of it again.
+
+        `len(run.steps(...))` is the number of iterations that are left of the epoch.
         """
         if loader is None and count is None:
             raise ConfigError("run.steps() needs a loader that run.loader(...) gave, or count=N for N steps")
         source = StepNumbers(count or 0, samples) if loader is None else loader
-        return Sized(self._loop.steps(source, count), lambda: self._loop.steps_left(source, count))
+        batches = self._loop.steps(source, count, accumulate)
+        return Sized(batches, lambda: self._loop.batches_left(source, count, accumulate))
 
     def shares(self, batch: Any) -> Iterator[Any]:
         """The parts of a step's batch that this rank computes, one after another. With train.shares each is a share,
@@ -201,8 +226,8 @@ class Run:
         return self._loop.share_batches(batch)
 
     def batches(self, loader: StepLoader, per_step: int = 1) -> Iterator[Any]:
-        """The batches of a second loader, for `next(...)` in the iterations of `steps`: `per_step` for each step,
-        over and over. Which ones follows from the number of the step, so a resumed run draws the same.
+        """The batches of a second loader, for `next(...)` in the iterations of `steps`: `per_step` for each iteration,
+        over and over. Which ones follows from its number, so a resumed run draws the same.
 
             more = run.batches(run.loader(unlabelled, 256))
             for x, y in run.steps(loader):

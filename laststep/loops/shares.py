@@ -229,8 +229,13 @@ class CustomShares:
             self._batch = batch = next(batches)
             self._weights = [1 / self.total] * self.here
         self._step, self._computed = step, 0
-        seed_generators(nth_seed(self._around, step), self._group.device)
+        self.seed(step)
         return batch
+
+    def seed(self, step: int, micro_batch: int = 0) -> None:
+        """Seed all generators for a micro-batch (from 0) of a step."""
+        seed = nth_seed(self._around, step)
+        seed_generators(nth_seed(seed, micro_batch) if micro_batch else seed, self._group.device)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """This rank's shares of the batch of the open step, one after another. Raises ConfigError."""

@@ -167,7 +167,7 @@ RULES: dict[RuleName, Rule] = {
     ),
     "accumulate": Rule(
         "The step before the stop made no update: gradients are carried into the next step, and no checkpoint has them",
-        "Make one update per iteration of run.steps(...): loop over the micro-batches within it.",
+        "Where K iterations make one update, write run.steps(..., accumulate=K), and update `if run.sync_gradients`.",
     ),
     "second loader": Rule(
         "run.steps(...) handed out the same batch, but the model gets others besides it: they come from a loader or an "

@@ -56,6 +56,34 @@ def test_resumes_exactly(root: Path, task: str, package: str, third: int, last: 
     assert [record["lost_steps"] for record in records] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("task", "package", "places"),
+    [
+        ("accelerate_accumulates", "accelerate", ("step 3", "step 4", "step 2")),
+        ("fabric_accumulates", "lightning", ("step 3", "step 4", "step 2")),
+        ("lightning_whole", "lightning", ("validation 4", "step 2", "step 3")),
+        ("lightning_manual", "lightning", ("step 3", "step 4", "validation 4")),
+        ("lightning_swa", "lightning", ("step 9", "step 4", "validation 4")),
+        ("sft", "trl", ("step 3", "step 4", "step 2")),
+        ("transformers_whole", "transformers", ("step 3", "step 4", "validation 2")),
+    ],
+)
+def test_whole(root: Path, task: str, package: str, places: tuple[str, str, str]) -> None:
+    """What their users take for granted, beside gradients that are accumulated: a datamodule, averaged models, two
+    optimisers, the best model at the end, counters of a subclass. Struck within an accumulation, whose gradients are in
+    no checkpoint, and in a validation."""
+    require_package(package)
+    disturbed = config(root, task, task)
+    for place, number, rank, codes in zip(
+        places, ("SIGTERM", "SIGKILL", "SIGTERM"), (1, 0, 1), ([STOPPED, STOPPED], [KILLED, 1], [STOPPED, STOPPED])
+    ):
+        attempt = Attempt(disturbed, {"LASTSTEP_TEST_SIGNAL": f"{number} {place} rank {rank}"})
+        assert attempt.wait() == codes, attempt.output()
+    run = train(disturbed)
+    assert fingerprint(run) == undisturbed_run(config(root, "unused", task))
+    assert [record["lost_steps"] for record in read_lines(run.attempts)] == [0, 0, 0, 0]
+
+
 def test_refused_settings(root: Path) -> None:
     """Each would end in other weights, or in a checkpoint of the framework's own at SIGTERM: one line says what to
     write instead, before the training."""

@@ -98,6 +98,22 @@ def test_own_batches_a_second_loader_and_validations_within_epochs(root: Path, p
     stop_and_resume(root, 2, "mixed", f"SIGTERM {place}", step)
 
 
+@pytest.mark.parametrize(("place", "step"), [("step 6 rank 1", 2), ("step 10 rank 0", 3)])
+def test_stop_within_an_accumulation(root: Path, place: str, step: int) -> None:
+    """The ranks stop after its update: what earlier micro-batches left in the gradients is in no checkpoint. The
+    third step of an epoch has three micro-batches instead of four."""
+    stop_and_resume(root, 2, "accumulating", f"SIGTERM {place}", step)
+
+
+@pytest.mark.parametrize(("ranks", "place", "step"), [(2, "step 6 rank 0", 1), (2, "step 14 rank 1", 3), (1, "", 2)])
+def test_killed_within_an_accumulation(root: Path, ranks: int, place: str, step: int) -> None:
+    """The survivor saves the last update; the open step is done again, with all its micro-batches."""
+    saves = () if place else ("checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    attempt = strike(root, ranks, "accumulating", f"SIGKILL {place or 'step 10 rank 0'}", *saves)
+    first, second = resume(root, ranks, "accumulating", attempt, *saves)
+    assert (first["lost_steps"], second["start_step"]) == (0, step)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_from_a_set(root: Path, ranks: int) -> None:
     """Each process lists them in another order, and an optimiser's state is saved by their numbers: without care, a

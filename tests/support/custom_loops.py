@@ -160,6 +160,34 @@ def awkward(run: Run) -> dict[str, float]:
     return {"best": best["loss"], "epochs": best["epochs"], "rate": first.param_groups[0]["lr"]}
 
 
+def accumulating(run: Run) -> None:
+    """A step of up to four micro-batches, three in the last of an epoch, with batch norm, dropout, a second loader, a
+    meter that counts before the update, and a schedule that steps once per step."""
+    struck = Struck(run)
+    x = torch.randn(44, 12, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True).tanh())
+    loader, more = run.loader(data, 4), run.batches(run.loader(data, 2))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule, meter = StepLR(optimizer, 2, gamma=0.7), Meter()
+    run.restore(model=model, optimizer=optimizer, schedule=schedule, meter=meter)
+    for _ in run.epochs(2):
+        for inputs, labels in run.steps(loader, accumulate=4):
+            meter.seen += 1
+            (extra, _labels) = next(more)
+            model.require_backward_grad_sync = run.sync_gradients
+            loss = nn.functional.mse_loss(model(inputs + 0.1 * extra.mean(0)), labels) / 4
+            struck.strike("step")
+            loss.backward()
+            run.log(loss=4 * loss)
+            if run.sync_gradients:
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                run.log(seen=meter.seen)
+        run.log(drawn=torch.rand(()))
+
+
 def mixed(run: Run) -> None:
     """Batches that the loop draws itself, others from a second loader with a sampler, and validations within epochs."""
     struck = Struck(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,17 +73,188 @@ def synchronised(run: Run) -> None:
     print(f"synchronised {line}\n", end="", flush=True)  # in one piece, as mpirun mixes the ranks' output
 
 
+def network() -> nn.Sequential:
+    """With batch norm and dropout."""
+    return nn.Sequential(nn.Linear(784, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 10))
+
+
+def accelerate_accumulates(run: Run) -> None:
+    """A loop on Accelerate with accelerator.accumulate: 4 steps an epoch, of 2 batches each, 1 in the last."""
+    from accelerate import Accelerator
+
+    strike(run)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = run.loader(few_digits(train=True), 8)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+    for _ in run.epochs(2):
+        for images, labels in run.steps(loader, accumulate=2):
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                run.log(loss=loss)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+
+def fabric_accumulates(run: Run) -> None:
+    """A loop on Fabric with no_backward_sync, likewise."""
+    from laststep.frameworks.fabric import Fabric
+
+    strike(run)
+    fabric = Fabric(run, accelerator="cpu")
+    fabric.launch()
+    model, optimizer = fabric.setup(plain := network(), torch.optim.AdamW(plain.parameters(), lr=0.01))
+    run.restore(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for images, labels in run.steps(run.loader(few_digits(train=True), 8), accumulate=2):
+            with fabric.no_backward_sync(model, enabled=not run.sync_gradients):
+                loss = nn.functional.cross_entropy(model(images), labels) / 2
+                fabric.backward(loss)
+            run.log(loss=2 * loss)
+            if run.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def lightning_whole(run: Run) -> None:
+    """Lightning's accumulate_grad_batches, with a datamodule and an averaged model."""
+    from laststep.frameworks.lightning import Trainer
+    from tests.support.lightning_modules import Classifier, Digits, averages
+
+    strike(run)
+    trainer = Trainer(run, max_epochs=2, accumulate_grad_batches=2, callbacks=averages(), logger=False)
+    trainer.fit(Classifier(), datamodule=Digits())
+
+
+def lightning_manual(run: Run) -> None:
+    """Lightning's manual optimisation, with two optimisers that take turns."""
+    from laststep.frameworks.lightning import Trainer
+    from tests.support.lightning_modules import Digits, TwoOptimizers
+
+    strike(run)
+    trainer = Trainer(run, max_epochs=2, strategy="ddp_find_unused_parameters_true", logger=False)
+    trainer.fit(TwoOptimizers(), datamodule=Digits())
+
+
+def lightning_swa(run: Run) -> None:
+    """Lightning's stochastic weight averaging from the second epoch on, with its last pass for batch norm."""
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from laststep.frameworks.lightning import Trainer
+    from tests.support.lightning_modules import Classifier, Digits
+
+    strike(run)
+    average = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
+    Trainer(run, max_epochs=3, callbacks=[average], logger=False).fit(Classifier(), datamodule=Digits())
+
+
+def transformers_whole(run: Run) -> None:
+    """The Trainer's gradient_accumulation_steps and load_best_model_at_end, and a subclass that counts for itself, with
+    trainer.train() as it stands."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from laststep.frameworks.transformers import follow
+
+    class Counting(Trainer):  # type: ignore[misc]
+        """Counts as TRL's trainers do."""
+
+        def __init__(self, *words: Any, **more: Any) -> None:
+            super().__init__(*words, **more)
+            self.tokens_trained, self.means = 0, {"train": defaultdict(list), "eval": defaultdict(list)}
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *words: Any, **more: Any) -> Any:
+            mode = "train" if model.training else "eval"
+            count = self.accelerator.gather(torch.tensor(inputs["input_ids"].numel())).sum().item()
+            self.tokens_trained += count if model.training else 0
+            self.means[mode]["tokens"].append(count)
+            return super().compute_loss(model, inputs, *words, **more)
+
+        def evaluate(self, *words: Any, **more: Any) -> Any:
+            metrics = super().evaluate(*words, **more)
+            run.log(tokens=self.tokens_trained, seen=len(self.means["train"]["tokens"]), flos=self.state.total_flos)
+            return metrics
+
+    strike(run)
+    lines = data.text()[: 66 * 16].view(-1, 16)
+    samples = [{"input_ids": line, "labels": line} for line in lines]
+    sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    args = TrainingArguments(
+        output_dir="gpt2",
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        logging_steps=3,
+        learning_rate=0.02,
+        load_best_model_at_end=True,
+        use_cpu=True,
+        report_to="none",
+    )
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    trainer = Counting(model, args, train_dataset=samples[14:], eval_dataset=samples[:14])
+    follow(run, trainer)
+    trainer.train()
+    assert trainer.state.global_step == 8
+    run.log(best=trainer.evaluate()["eval_loss"])  # that of the weights that were loaded
+
+
+def sft(run: Run) -> None:
+    """TRL's supervised fine-tuning of a LoRA adapter of PEFT's, with accumulation; evaluations log its own counters."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from laststep.frameworks.transformers import follow
+
+    strike(run)
+    words = {word: number for number, word in enumerate(["<eos>", *"abcdefgh"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<eos>")
+    texts = [" ".join("abcdefgh"[: 2 + number % 6]) for number in range(44)]
+    sizes = {"vocab_size": 9, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    args = SFTConfig(
+        output_dir="sft",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        logging_steps=3,
+        max_length=16,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+    )
+    trainer = SFTTrainer(
+        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
+        args,
+        train_dataset=Dataset.from_dict({"text": texts[:28]}),
+        eval_dataset=Dataset.from_dict({"text": texts[28:]}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1),
+    )
+    follow(run, trainer)
+    trainer.train()
+
+
 LIGHTNING_REFUSES: dict[str, Any] = {
     "strategy": "fsdp",
-    "accumulate_grad_batches": 2,
+    "reload_dataloaders_every_n_epochs": 2,
     "max_time": "00:01:00:00",
     "enable_checkpointing": True,
     "max_epochs": -1,
 }
 TRANSFORMERS_REFUSES: dict[str, Any] = {
-    "gradient_accumulation_steps": 2,
     "auto_find_batch_size": True,
-    "dataloader_drop_last": True,
     "enable_jit_checkpoint": True,
 }
 
@@ -107,10 +279,16 @@ def refused(run: Run) -> None:
 
 
 def port(run: Run, name: str) -> Any:
-    """Train one script: a place to strike is a backward pass, or a batch of a validation."""
+    """Train one script."""
     script = importlib.import_module(f"examples.ports.{name}")
     few = {"digits": few_digits, "text": lambda: data.text()[: 92 * SIZES["BLOCK"]]} if name != "gpt" else {}
     vars(script).update({key: value for key, value in (SIZES | few).items() if hasattr(script, key)})
+    strike(run)
+    return script.main(run)
+
+
+def strike(run: Run) -> None:
+    """Be struck in the place that LASTSTEP_TEST_SIGNAL says: a backward pass, or a batch of a validation."""
     os.chdir(run.config.launch.root)  # where frameworks write their own logs
     struck, backward = Struck(run), torch.Tensor.backward
 
@@ -125,7 +303,6 @@ def port(run: Run, name: str) -> Any:
 
     torch.Tensor.backward = strike_backward  # type: ignore[method-assign]
     run.validation = strike_validation  # type: ignore[method-assign, assignment]
-    return script.main(run)
 
 
 def few_digits(train: bool) -> TensorDataset:
