@@ -8,9 +8,9 @@ order of the ranks, over one dimension of a mesh (full), or over the last of two
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, 
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.config.errors import ConfigError
+from laststep.loops.kinds import Unstorable, changes_in_place, decode, encode
 from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
 from laststep.ranks.group import Group
@@ -42,7 +43,8 @@ TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 class Registered:
-    """The registered objects, by name. Each has state_dict() and load_state_dict(), or is a dict."""
+    """The registered objects, by name. Each has state_dict() and load_state_dict(), or can be changed in place, as a
+    dict, an array or a generator."""
 
     def __init__(self, objects: Mapping[str, Any], group: Group, row: Tensor, opaque: bool = False) -> None:
         """`row` is one more tensor to broadcast with the buffers. With `opaque` a framework holds the rest of the
@@ -121,7 +123,7 @@ class Registered:
             return
         place_of(self.state(), self._group)
         for name in self._copied:
-            if name not in self._copied_sharded and is_sharded(_state_of(self.objects[name])):
+            if name not in self._copied_sharded and is_sharded(_state_of(self.objects[name], name)):
                 raise ConfigError(
                     f"run.restore({name}=...): holds DTensors that were not there when it was registered, so a "
                     "resumed run would not know how they are sharded; make them before run.restore(...)"
@@ -133,11 +135,11 @@ class Registered:
 
     def has_skipped(self) -> bool:
         """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
-        return any(state and not state["_growth_tracker"] for state in map(_state_of, self._scalers))
+        return any(state and not state["_growth_tracker"] for state in (each.state_dict() for each in self._scalers))
 
     def own_tensors(self) -> list[Tensor]:
         """The tensors in the registered objects that are not torch's own."""
-        found = compat.tree_leaves([_state_of(self.objects[name]) for name in self._copied])
+        found = compat.tree_leaves([_state_of(self.objects[name], name) for name in self._copied])
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def state(self) -> State:
@@ -164,13 +166,14 @@ class Registered:
         state = checkpoint.load(self._live(), advance, last)
         for name, registered in self.objects.items():
             try:
-                if isinstance(registered, dict):
-                    registered.clear()
-                    registered.update(state[name])
-                elif isinstance(registered, Optimizer):
-                    load_optimizer(registered, state[name])
-                else:
+                if isinstance(registered, nn.Module):
                     _unwrapped(registered).load_state_dict(state[name])
+                elif isinstance(registered, Optimizer):
+                    load_optimizer(registered, _decoded_groups(state[name]))
+                elif _has_state_dict(registered):
+                    registered.load_state_dict(decode(state[name], path=name))
+                else:
+                    decode(state[name], registered, name)
             except Exception as error:  # an object may raise anything when the state is not its own
                 reason = " ".join(str(error).split())[:500]
                 raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {reason}") from error
@@ -185,7 +188,7 @@ class Registered:
             if isinstance(registered, nn.Module):
                 named = self._sharded.get(name) or _unwrapped(registered).state_dict(keep_vars=True)
                 return self.buffers.in_state_dict(named, buffers, f"{self.modules.index(registered)}.")
-            return _state_of(registered)
+            return _state_of(registered, name)
 
         return {name: of(name, registered) for name, registered in self.objects.items()}
 
@@ -204,10 +207,7 @@ class Registered:
         return live
 
     def _copy(self, name: str) -> Any:
-        state = _state_of(self.objects[name])
-        if name in self._copied_sharded:  # a deep copy of a DTensor has a mesh of its own
-            return map_tensors(state, lambda tensor: tensor.detach().clone())
-        return copy.deepcopy(state)
+        return _state_of(self.objects[name], name, copies=True)
 
     def _addresses(self) -> list[int]:
         """Where the parameters are in memory; of sharded ones, this rank's rows. FSDP2 hides those of a module while it
@@ -234,11 +234,11 @@ class _RegisteredSnapshot:
             if isinstance(item, Optimizer):
                 self._optimizers[name] = OptimizerSnapshot(item, on_host)
             elif isinstance(item, LRScheduler):
-                self._copies[name] = copy.deepcopy(item.state_dict())
+                self._copies[name] = registered._copy(name)
 
     @property
     def state(self) -> State:
-        optimizers = {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+        optimizers = {name: _encoded_groups(each.state_dict(), name) for name, each in self._optimizers.items()}
         return self._registered._state(self._buffers, {**self._copies, **optimizers})
 
     def unchanged(self) -> bool:
@@ -304,24 +304,47 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(names) or "no objects"
 
 
-def _state_of(registered: Any) -> Any:
-    return registered if isinstance(registered, dict) else _unwrapped(registered).state_dict()
+def _has_state_dict(registered: Any) -> bool:
+    has = hasattr(registered, "state_dict") and hasattr(registered, "load_state_dict")
+    return has and not isinstance(registered, dict)
+
+
+def _state_of(registered: Any, name: str, copies: bool = False) -> Any:
+    """The object's state, as a checkpoint can hold it. Raises ConfigError."""
+    if isinstance(registered, (nn.Module, Optimizer)):
+        state = _unwrapped(registered).state_dict()
+        return _encoded_groups(state, name) if isinstance(registered, Optimizer) else state
+    if _has_state_dict(registered):
+        return encode(registered.state_dict(), name, copies)
+    if isinstance(registered, dict):
+        return encode(dict(registered), name, copies)
+    return encode(registered, name, copies)
+
+
+def _encoded_groups(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """An optimiser's state; its rates may be NumPy's numbers. Its tensors are left alone: there may be thousands."""
+    groups = state.get("param_groups")
+    return state if groups is None else {**state, "param_groups": encode(groups, f"{name}.param_groups")}
+
+
+def _decoded_groups(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "param_groups": decode(state["param_groups"])} if "param_groups" in state else state
 
 
 def _checked_state(name: str, registered: Any) -> Any:
     """The object's state. Raises ConfigError for an object that has none, or none that a checkpoint can hold."""
     if name == "position":
         raise ConfigError("run.restore(position=...): every checkpoint has a position already; choose another name")
-    if not isinstance(registered, dict) and not (
-        hasattr(registered, "state_dict") and hasattr(registered, "load_state_dict")
-    ):
+    if not _has_state_dict(registered) and not changes_in_place(registered):
         raise ConfigError(
             f"run.restore({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
-            "and is no dict"
+            "and is no dict: keep it in a dict, and register that"
         )
     check_sharded(name, registered)
     try:
-        return _state_of(registered)
+        return _state_of(registered, name)
+    except Unstorable as error:
+        raise ConfigError(f"run.restore({name}=...): {error}") from error
     except Exception as error:  # the object may be the user's
         raise _unstored(name, error) from error
 
@@ -335,7 +358,7 @@ def _check_stored(name: str, state: Any, place: ShardPlace) -> None:
 
 
 def _unstored(name: str, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split())[:300]
+    reason = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:300]
     return ConfigError(f"run.restore({name}=...): its state cannot be stored: {reason}")
 
 

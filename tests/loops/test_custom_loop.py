@@ -194,7 +194,7 @@ def careless(root: Path, name: str, ranks: int, wrong: str) -> Attempt:
         ("no restore", "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...)"),
         ("no optimizer", "run.restore(): register the optimizer too"),
         ("no state", "run.restore(best=...): a float has no state_dict() and load_state_dict(), and is no dict"),
-        ("strange state", "run.restore(best=...): its state cannot be stored: "),
+        ("strange state", "run.restore(best=...): best['of'][0] is a _thread.lock, which no checkpoint can"),
         ("loader", "run.steps(...) takes what run.loader(...) gave, not a DataLoader: write `loader = run.loader("),
         ("batch size", "run.loader(batch_size=3): not divisible by 2 ranks"),
         ("twice", "run.steps(...) twice in an epoch: put `for epoch in run.epochs(n):` around one loop over run.steps"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -261,7 +262,7 @@ def careless(run: Run) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     things = {"model": model, "optimizer": optimizer}
     more: dict[str, Any] = {"names": {"teacher": model}}
-    more |= {"no state": {"best": 0.5}, "strange state": {"best": {"of": Meter()}}}
+    more |= {"no state": {"best": 0.5}, "strange state": {"best": {"of": [threading.Lock()]}}}
     best: dict[str, Any] = {"loss": 0.5, "hits": torch.ones(3)}
     more["differs"] = {"best": best}
     if wrong == "no optimizer":
