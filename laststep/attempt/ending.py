@@ -47,11 +47,8 @@ def record_end(
     retry: Retry = "yes",
     blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
-    """Record how this attempt ended, see `end_attempt`; None if another rank was first.
-
-    A run that its user has cancelled is recorded as cancelled, whatever befell it while it stopped: it must not start
-    again.
-    """
+    """Record how this attempt ended, see `end_attempt`; None if another rank was first. A run that its user has
+    cancelled must not start again, whatever befell it while it stopped: it is recorded as cancelled."""
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
     step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
@@ -148,8 +145,8 @@ def exit_now(status: int = 1) -> NoReturn:
 
 
 def wake_supervisor() -> None:
-    """This rank's process ends, and with it its parent, the supervisor, and then srun. A supervisor that somebody has
-    stopped (SIGSTOP) would hold the job, and no other process would notice. One that runs is not disturbed."""
+    """A supervisor that somebody has stopped (SIGSTOP) would not notice the end of this rank, its child, and hold the
+    job. One that runs is not disturbed."""
     if STEP_RESTARTS in os.environ:
         with contextlib.suppress(OSError):  # it is dead, and what has taken its place is not ours
             os.kill(os.getppid(), signal.SIGCONT)
@@ -186,11 +183,8 @@ class Deadline:
 
 
 class LastExit:
-    """Ends the process right before Python would destroy its objects, among them one that hangs.
-
-    Everything else is done by then: the launcher has written the result, and the user's own handlers have run, as this
-    is made before them.
-    """
+    """Ends the process right before Python would destroy its objects, among them one that hangs. By then the launcher
+    has written the result, and the user's own handlers have run."""
 
     def __init__(self) -> None:
         self.needed = False

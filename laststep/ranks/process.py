@@ -1,13 +1,12 @@
 """This process and others of its machine: starting them, the time in which they run, the signals they get, who lives.
 
 `run_time` counts the time in which this process could run, for deadlines: Slurm suspends jobs (`scontrol suspend`,
-PreemptMode=SUSPEND, gang scheduling), and machines freeze. The clocks of the system move on meanwhile, and every
-deadline set by them has passed when the process wakes. `Alarm` rings by that time.
+PreemptMode=SUSPEND, gang scheduling), and machines freeze, while the clocks move on. `Alarm` rings by that time.
 
-`Signals` catches those that ask for a stop. The handler does nothing; a thread reads the signal's number from a pipe.
-Python runs a handler between two bytecodes of the main thread. That thread may be inside a collective or a compiler for
-minutes, and it may hold a lock that the handler would need. But the C half of Python's signal handling writes each
-number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread can wait on that descriptor.
+`Signals` catches those that ask for a stop. Python runs a handler between two bytecodes of the main thread, which may
+be inside a collective for minutes, or hold a lock that the handler needs. So the handler does nothing. But the C half
+of Python's signal handling writes each number to a file descriptor at once (signal.set_wakeup_fd), and a thread reads
+it.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def here() -> str:
 
 
 def machine() -> str:
-    """What names the numbers of processes that this process sees: those of this container, since the machine's last
-    start. Two containers may have the same host name."""
+    """What names the process ids that this process sees: this container since the machine's last start. Two containers
+    may have the same host name."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -181,8 +180,7 @@ os.register_at_fork(after_in_child=_clocks.clear)  # a child does not have the t
 
 
 def run_time() -> float:
-    """Seconds in which this process could run, since some moment. It starts a thread; a child that is forked has a time
-    of its own."""
+    """Seconds in which this process could run, since some moment; a forked child has its own."""
     if not _clocks:
         _clocks.append(_Clock())
     return _clocks[0].read()
@@ -231,11 +229,8 @@ CLOSE_S = 1.0
 
 
 class Signals:
-    """Catches the signals that ask for a stop, until `release`.
-
-    It catches the later ones too: a second SIGTERM, late or from an impatient user, must not kill the process while it
-    is still writing.
-    """
+    """Catches the signals that ask for a stop, until `release`. A second SIGTERM, late or from an impatient user, must
+    not kill the process while it is still writing."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -268,11 +263,8 @@ class Signals:
         return signals
 
     def release(self, process_ends: bool) -> None:
-        """Stop catching, at the end of the attempt.
-
-        A process that is about to end ignores late signals: Python resets its handlers on exit, and a SIGTERM would
-        then turn a finished rank into a failed one. Any other process gets back the handlers that it had before.
-        """
+        """Stop catching, at the end of the attempt. The process gets back the handlers that it had before; one that is
+        about to end ignores late signals, as a SIGTERM would turn a finished rank into a failed one."""
         for number, before in self._before.items():
             # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_IGN if process_ends else before or signal.SIG_DFL)
@@ -321,10 +313,8 @@ def held_back() -> Iterator[None]:
 
 
 def set_up_worker(_: Any = None) -> None:
-    """Set up a loader's worker process: ignore stop signals, and die with the rank, which ends its workers itself.
-
-    A worker that outlived a killed rank would keep its connections open, and its peers would not notice the death.
-    """
+    """Set up a loader's worker process: ignore stop signals, and die with the rank. One that outlived it would keep its
+    connections open, and its peers would not notice the death."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
