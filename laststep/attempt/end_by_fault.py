@@ -133,10 +133,8 @@ class EndByFault:
             say(traceback.format_exc())
 
     def check(self) -> Fault | None:
-        """What ends the attempt although no rank has failed; the watchdog calls this twice a second.
-
-        Exits when the grace period after a signal is over.
-        """
+        """What ends the attempt although no rank has failed; the watchdog calls this twice a second. Exits when the
+        grace period after a signal is over."""
         try:
             return self._check_grace() or self._check_folder() or self._check_gone() or self._check_neighbour()
         except OSError:  # of the file system that the ranks share: it may answer half a second later

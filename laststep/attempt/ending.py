@@ -77,9 +77,7 @@ def ending_by_signal(state: AttemptState) -> Ending:
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
     """Requeue the job whose attempt ended as recorded. `handler` is submitit's own way to requeue, where there is one.
-
-    Raises SystemExit from within `handler`.
-    """
+    Raises SystemExit from within `handler`."""
     lost = record["lost_steps"] if record is not None else 0
     by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
     by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
@@ -164,17 +162,12 @@ def print_stacks() -> None:
                 sys.stderr.write(file.read())
 
 
-class Deadline:
+class Deadline(Alarm):
     """Ends the process with `status`, unless `cancel` is called within `timeout_s`."""
 
     def __init__(self, timeout_s: float, status: int) -> None:
-        self.status = status
-        self._timeout_s = timeout_s
-        self._alarm = Alarm(timeout_s, self._expire)
-
-    def cancel(self) -> None:
-        """The process has got to where it can end by itself."""
-        self._alarm.cancel()
+        self.status, self._timeout_s = status, timeout_s
+        super().__init__(timeout_s, self._expire)
 
     def _expire(self) -> None:
         say(f"the end of this rank takes longer than {self._timeout_s:.0f} s; exiting with status {self.status}")

@@ -63,10 +63,8 @@ def make_folder(folder: Path) -> None:
 
 
 class Rescue:
-    """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves.
-
-    `is_recorded` says whether the end of the attempt is recorded.
-    """
+    """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves. `is_recorded` says
+    whether the end of the attempt is recorded."""
 
     def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
         self.round_s = polling_round_s(size)

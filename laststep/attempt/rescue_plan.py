@@ -275,10 +275,8 @@ class Roll:
 
     @property
     def done_step(self) -> int:
-        """The last step that all ranks have done, as far as the survivors know; -1 if they hold nothing.
-
-        Ranks are at most one step apart. So a shard of which there is only an older copy has come further than that.
-        """
+        """The last step that all ranks have done, as far as the survivors know; -1 if they hold nothing. Ranks are at
+        most one step apart. So a shard of which there is only an older copy has come further than that."""
         steps: dict[int, int] = {}
         for one in self.found.values():
             for holding in one.holdings:

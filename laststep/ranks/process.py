@@ -34,10 +34,7 @@ PAUSE_S = 0.25
 
 def started(start: Callable[[], T], wait_s: float | None = None) -> T:
     """What `start` returns, which starts a process or a thread. Tried again while the kernel has none to give, for
-    `wait_s`, by default START_S.
-
-    Raises what `start` raises.
-    """
+    `wait_s`, by default START_S. Raises what `start` raises."""
     deadline = time.monotonic() + (START_S if wait_s is None else wait_s)
     while True:
         try:
@@ -55,10 +52,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def identity(pid: int | None = None) -> str:
-    """What names a process for as long as the machine runs: its id, which may be used again, and when it started.
-
-    Empty if it has ended, or if this system does not say (it has no /proc). The default is this process.
-    """
+    """What names a process for as long as the machine runs: its id, which may be used again, and when it started. Empty
+    if it has ended, or if this system does not say (it has no /proc). The default is this process."""
     pid = os.getpid() if pid is None else pid
     try:
         # proc(5): the name, in parentheses, may contain anything; after it come the state, and as the 20th the start.
@@ -190,7 +185,8 @@ ROUND_S = 0.5
 
 
 class Alarm:
-    """Calls `ring`, in a thread of its own, after `seconds` in which this process could run, unless it is cancelled."""
+    """Calls `ring`, in a thread of its own, after `seconds` in which this process could run, unless it is cancelled or
+    the block that it opens has ended."""
 
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self._rings_at, self._ring = run_time() + seconds, ring
@@ -201,22 +197,18 @@ class Alarm:
         """What was waited for has come."""
         self._cancelled.set()
 
+    def __enter__(self) -> Alarm:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
     def _wait(self) -> None:
         while (left_s := self._rings_at - run_time()) > 0:
             if self._cancelled.wait(min(left_s, ROUND_S)):
                 return
         if not self._cancelled.is_set():
             self._ring()
-
-
-@contextlib.contextmanager
-def alarm(seconds: float, ring: Callable[[], object]) -> Iterator[None]:
-    """Call `ring`, in a thread of its own, if the block takes longer than this."""
-    running = Alarm(seconds, ring)
-    try:
-        yield
-    finally:
-        running.cancel()
 
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -323,11 +315,9 @@ def set_up_worker(_: Any = None) -> None:
 
 
 def next_signal(numbers: Iterable[int], wait_s: float) -> int | None:
-    """The next of these signals, which are blocked, that arrives within `wait_s`; None if none does.
-
-    Not signal.sigtimedwait: if the process is stopped and continued meanwhile, as Slurm suspends a job, CPython (3.11)
-    returns what happens to be on its stack as the signal.
-    """
+    """The next of these signals, which are blocked, that arrives within `wait_s`; None if none does. Not
+    signal.sigtimedwait: if the process is stopped and continued meanwhile, as Slurm suspends a job, CPython (3.11)
+    returns what happens to be on its stack as the signal."""
     libc = ctypes.CDLL(None)
     mask = ctypes.create_string_buffer(SIGSET_BYTES)
     libc.sigemptyset(mask)

@@ -68,10 +68,8 @@ def new_tag() -> str:
 
 
 def show_job(job_id: str) -> Job | None:
-    """The fields of `scontrol show job` for the job of this process; None when Slurm does not answer.
-
-    JobState is REPLACED, and the only field, when the id is that of another job now.
-    """
+    """The fields of `scontrol show job` for the job of this process; None when Slurm does not answer. JobState is
+    REPLACED, and the only field, when the id is that of another job now."""
     with contextlib.suppress(SlurmError):
         shown = scontrol("show", "job", "--oneliner", job_id)
         ours, found = os.environ.get(TAG_VARIABLE), TAG.search(shown)
@@ -290,10 +288,8 @@ def is_half(answer: str) -> bool:
 
 
 def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`.
-
-    It and `start` are the only places that start one, but for sbatch (see laststep.submission.submission).
-    """
+    """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`. It and `start`
+    are the only places that start one, but for sbatch (see laststep.submission.submission)."""
     return started(
         lambda: subprocess.run(
             _with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words)
