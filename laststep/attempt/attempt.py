@@ -122,11 +122,8 @@ class Attempt:
         return watch.sign
 
     def run(self) -> dict[str, float]:
-        """Train to the end and return the metrics of the last epoch.
-
-        Raises Stopped if a signal ended the attempt before the run was done, SystemExit if it failed and is requeued,
-        else the error that made it fail.
-        """
+        """Train to the end and return the metrics of the last epoch. Raises Stopped if a signal ended the attempt
+        before the run was done, SystemExit if it failed and is requeued, else the error that made it fail."""
         state, world = self._state, self._state.world
         say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {world}")
         try:
@@ -200,9 +197,7 @@ class Attempt:
 
     def _end_in_order(self, engine: Engine, group: Group, finished: bool) -> dict[str, float]:
         """The orderly end: everything is saved. Rank 0 records that before anything else, and waits for no other rank.
-
-        Returns the metrics of the last epoch of a finished run, else raises Stopped.
-        """
+        Returns the metrics of the last epoch of a finished run, else raises Stopped."""
         state, world = self._state, group.world
         status = 0 if finished or state.signal is None else status_after(state.signal, world)
         deadline = Deadline(self._end_s, status if world.rank else 1)
@@ -253,10 +248,8 @@ class Attempt:
         return user_error.refused_operator(error) if is_deterministic(self._config, group.device) else None
 
     def _fail(self, error: Exception) -> None:
-        """The main thread failed: report that to the other ranks and take part in the end by fault.
-
-        Returns for the error to be raised again, or raises SystemExit if the job is requeued.
-        """
+        """The main thread failed: report that to the other ranks and take part in the end by fault. Returns for the
+        error to be raised again, or raises SystemExit if the job is requeued."""
         state, world = self._state, self._state.world
         rank = f"rank {world.rank} on {world.host_of(world.rank)}"
         one_line = isinstance(error, ONE_LINE)
@@ -285,9 +278,7 @@ class Attempt:
 
     def _end_with_others(self, error: Exception, rank: str, text: str, printed_later: bool) -> AttemptRecord | None:
         """Report the error of this rank's main thread to the other ranks, and wait until the attempt has ended.
-
-        `printed_later`: as the process ends. Returns the record of the attempt.
-        """
+        `printed_later`: as the process ends. Returns the record of the attempt."""
         from laststep.ranks.group import is_peer_loss  # imports torch
 
         if is_peer_loss(error):

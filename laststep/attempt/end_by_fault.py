@@ -33,7 +33,7 @@ from laststep.attempt.ending import (
 )
 from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
-from laststep.attempt.rescue_plan import Holding, Part, Plan
+from laststep.attempt.rescue_plan import Assignment, Holding, Plan
 from laststep.attempt.restart import Actor, who_acts
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
@@ -133,10 +133,8 @@ class EndByFault:
             say(traceback.format_exc())
 
     def check(self) -> Fault | None:
-        """What ends the attempt although no rank has failed; the watchdog calls this twice a second.
-
-        Exits when the grace period after a signal is over.
-        """
+        """What ends the attempt although no rank has failed; the watchdog calls this twice a second. Exits when the
+        grace period after a signal is over."""
         try:
             return self._check_grace() or self._check_folder() or self._check_gone() or self._check_neighbour()
         except OSError:  # of the file system that the ranks share: it may answer half a second later
@@ -328,9 +326,9 @@ class Rescuer:
             for copy in engine.freeze_copies(timeout_s)
         ]
 
-    def do(self, duty: Part | Plan | Gathered) -> None:
+    def do(self, duty: Assignment | Plan | Gathered) -> None:
         """Do what the rescue asks of this rank."""
-        if isinstance(duty, Part):
+        if isinstance(duty, Assignment):
             self._write(duty)
         elif isinstance(duty, Gathered):
             self._advance(duty)
@@ -348,15 +346,21 @@ class Rescuer:
             say(f"WARNING: this rank cannot do the update of step {gathered.step}:\n{traceback.format_exc()}")
         self.announce()
 
-    def _write(self, part: Part) -> None:
-        """Write a part of the frozen state."""
+    def _write(self, assignment: Assignment) -> None:
+        """Write a stripe of the frozen state."""
         engine, plan = self._state.engine, self._rescue.plan
         assert engine is not None and plan is not None
         if why := self._why_not_ours():
             return self._rescue.report_unable(why)
         try:
             with engine.frozen(plan.moment) as frozen:
-                write = (plan.generation, part.shard, part.stripe, part.file, lambda: self._rescue.check(part))
+                write = (
+                    plan.generation,
+                    assignment.shard,
+                    assignment.stripe,
+                    assignment.file,
+                    lambda: self._rescue.check(assignment),
+                )
                 entry = Patience(INSIST_S, say).insist(lambda: frozen.write_part(*write))
         except Superseded:
             return
@@ -367,7 +371,7 @@ class Rescuer:
         except Exception as error:  # of the disk or of the device; another rank may do better
             say(f"WARNING: this rank cannot save its part of the state: {error}")
             return self._rescue.report_unable(str(error))
-        self._rescue.report_written(plan, part, entry)
+        self._rescue.report_written(plan, assignment, entry)
 
     def _why_not_ours(self) -> str:
         """Why this rank must not change the run's checkpoints; empty if the run is this attempt's."""
@@ -385,7 +389,7 @@ class Rescuer:
             with contextlib.suppress(RuntimeError):
                 engine.saves.wait(COMMIT_S)  # it may be committed already: then the run is back at that step
         end_step = saved_step = max(state.start_step, engine.saves.saved.step if engine else 0)
-        if engine is not None and plan.parts and not self._commit(plan, engine):
+        if engine is not None and plan.assignments and not self._commit(plan, engine):
             return  # another rank may do better
         if (
             engine is not None and plan.silences and plan.done_step < 0
@@ -420,7 +424,7 @@ class Rescuer:
             say(f"WARNING: {error}")
             self._rescue.report_unable(str(error))
             return False
-        writers = sorted({part.rank for part in plan.parts})
+        writers = sorted({assignment.rank for assignment in plan.assignments})
         if writers == [state.world.rank]:
             say(f"rank {state.world.rank} saved step {step} alone")
         else:

@@ -47,11 +47,8 @@ def record_end(
     retry: Retry = "yes",
     blamed: Sequence[str] = (),
 ) -> AttemptRecord | None:
-    """Record how this attempt ended, see `end_attempt`; None if another rank was first.
-
-    A run that its user has cancelled is recorded as cancelled, whatever befell it while it stopped: it must not start
-    again.
-    """
+    """Record how this attempt ended, see `end_attempt`; None if another rank was first. A run that its user has
+    cancelled must not start again, whatever befell it while it stopped: it is recorded as cancelled."""
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
     step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
@@ -80,9 +77,7 @@ def ending_by_signal(state: AttemptState) -> Ending:
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
     """Requeue the job whose attempt ended as recorded. `handler` is submitit's own way to requeue, where there is one.
-
-    Raises SystemExit from within `handler`.
-    """
+    Raises SystemExit from within `handler`."""
     lost = record["lost_steps"] if record is not None else 0
     by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
     by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
@@ -148,8 +143,8 @@ def exit_now(status: int = 1) -> NoReturn:
 
 
 def wake_supervisor() -> None:
-    """This rank's process ends, and with it its parent, the supervisor, and then srun. A supervisor that somebody has
-    stopped (SIGSTOP) would hold the job, and no other process would notice. One that runs is not disturbed."""
+    """A supervisor that somebody has stopped (SIGSTOP) would not notice the end of this rank, its child, and hold the
+    job. One that runs is not disturbed."""
     if STEP_RESTARTS in os.environ:
         with contextlib.suppress(OSError):  # it is dead, and what has taken its place is not ours
             os.kill(os.getppid(), signal.SIGCONT)
@@ -167,17 +162,12 @@ def print_stacks() -> None:
                 sys.stderr.write(file.read())
 
 
-class Deadline:
+class Deadline(Alarm):
     """Ends the process with `status`, unless `cancel` is called within `timeout_s`."""
 
     def __init__(self, timeout_s: float, status: int) -> None:
-        self.status = status
-        self._timeout_s = timeout_s
-        self._alarm = Alarm(timeout_s, self._expire)
-
-    def cancel(self) -> None:
-        """The process has got to where it can end by itself."""
-        self._alarm.cancel()
+        self.status, self._timeout_s = status, timeout_s
+        super().__init__(timeout_s, self._expire)
 
     def _expire(self) -> None:
         say(f"the end of this rank takes longer than {self._timeout_s:.0f} s; exiting with status {self.status}")
@@ -186,11 +176,8 @@ class Deadline:
 
 
 class LastExit:
-    """Ends the process right before Python would destroy its objects, among them one that hangs.
-
-    Everything else is done by then: the launcher has written the result, and the user's own handlers have run, as this
-    is made before them.
-    """
+    """Ends the process right before Python would destroy its objects, among them one that hangs. By then the launcher
+    has written the result, and the user's own handlers have run."""
 
     def __init__(self) -> None:
         self.needed = False

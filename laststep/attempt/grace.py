@@ -72,9 +72,7 @@ class Outlook(NamedTuple):
 
 def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_term_s: float | None) -> float:
     """Seconds until SIGKILL, from the output of `scontrol show job` at `now`, by the controller's clock.
-
-    `since_term_s`: since the SIGTERM with which Slurm has ended the job, or may have; None if there was none.
-    """
+    `since_term_s`: since the SIGTERM with which Slurm has ended the job, or may have; None if there was none."""
     if comes_back(job, restart) or job.get("JobState") not in UNENDED:
         return limits.kill_wait_s - (since_term_s or 0.0)
     preempted = unix_time(job.get("PreemptTime", "")) < NEVER
@@ -85,11 +83,9 @@ def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_t
 
 
 class LimitWarning:
-    """The warning before the time limit, if nobody has received it: rank 0 then sends it to itself.
-
-    Slurm sends it once, to the ranks, and the batch shell may be about to start them again. Only in a job that
-    launch.py has submitted: it has asked for that warning.
-    """
+    """The warning before the time limit, if nobody has received it: rank 0 then sends it to itself. Slurm sends it
+    once, to the ranks, and the batch shell may be about to start them again. Only in a job that launch.py has
+    submitted: it has asked for that warning."""
 
     def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
         self._job_id, self._delay_s, self._signals = world.job_id, launch.signal_delay_s, signals

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.config.config import Config
 from laststep.ranks.fault import BadNode, Fault
-from laststep.ranks.process import alarm
+from laststep.ranks.process import Alarm
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
@@ -261,7 +261,7 @@ def check_device(device: torch.device, watchdog: Watchdog) -> None:
     stuck = Fault(
         "hung", f"{host}: preflight: {device} has not multiplied two matrices in {DEADLINE_S:.0f} s", blames=host
     )
-    with alarm(DEADLINE_S, lambda: watchdog.report(stuck)):
+    with Alarm(DEADLINE_S, lambda: watchdog.report(stuck)):
         error = product_error(device)
     if error:
         raise BadNode(host, f"preflight: {device}: {error}")

@@ -8,7 +8,7 @@ checkpointing: Gupta et al., EuroSys 2024.)
        It rewrites the file in every round, as a heartbeat.
     2. One survivor leads: the one that created `leader_0.json`, which a file system lets only one process do. It alone
        reads the files of all ranks, and writes the plan into its own in every round. The others read only that.
-    3. The ranks that the plan names write a part of the state each; one of them commits and records the end. If one
+    3. The ranks that the plan names write a stripe of the state each; one of them commits and records the end. If one
        dies meanwhile, the others share what it has not written. laststep.attempt.rescue_plan decides what is planned.
     4. If the leader falls silent, another survivor creates `leader_1.json` and continues with the plan. Both may live
        for a while. That does no harm: a plan names its own folder for the files, only ranks that know their state to be
@@ -34,9 +34,9 @@ from typing import Any
 from laststep.attempt.rescue_plan import (
     ALONE_S,
     SILENT_S,
+    Assignment,
     Board,
     Holding,
-    Part,
     Plan,
     Roll,
     Survivor,
@@ -63,10 +63,8 @@ def make_folder(folder: Path) -> None:
 
 
 class Rescue:
-    """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves.
-
-    `is_recorded` says whether the end of the attempt is recorded.
-    """
+    """This rank's part in a rescue. A thread calls `round` until `close`; tests call it themselves. `is_recorded` says
+    whether the end of the attempt is recorded."""
 
     def __init__(self, folder: Path, rank: int, size: int, is_recorded: Callable[[], bool], seal: Seal) -> None:
         self.round_s = polling_round_s(size)
@@ -98,14 +96,14 @@ class Rescue:
         """Say what this rank has frozen and gathered last, and why its device cannot be read, if so."""
         self._update(frozen=True, holdings=holdings, gathered=gathered, silence=silence)
 
-    def next_duty(self) -> Part | Plan | Gathered | None:
-        """Wait for what this rank is to do next: write a part, update, or act as the plan says. None at the end."""
+    def next_duty(self) -> Assignment | Plan | Gathered | None:
+        """Wait for what this rank is to do next: write a stripe, update, or act as the plan says. None at the end."""
         with self._changed:
             while (duty := self.duty()) is None and not self.is_over:
                 self._changed.wait()
             return duty
 
-    def duty(self) -> Part | Plan | Gathered | None:
+    def duty(self) -> Assignment | Plan | Gathered | None:
         """The same, without waiting: None also when there is nothing to do yet."""
         plan, me = self.plan, self._me
         if plan is None or (me.unable is not None and plan.moment is not None):
@@ -115,7 +113,14 @@ class Rescue:
         if plan.act:
             return plan if plan.actor == me.rank and not (me.acted and me.generation == plan.generation) else None
         written = self._written_for(plan)
-        return next((part for part in plan.parts if part.rank == me.rank and part.file not in written), None)
+        return next(
+            (
+                assignment
+                for assignment in plan.assignments
+                if assignment.rank == me.rank and assignment.file not in written
+            ),
+            None,
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -127,15 +132,17 @@ class Rescue:
         """Grows with what the survivors get done."""
         return self._me.progress + (self._board.progress if self._board else 0)
 
-    def check(self, part: Part) -> None:
-        """A chunk of this part is written. Raises Superseded when the rest is not needed."""
+    def check(self, assignment: Assignment) -> None:
+        """A chunk of this stripe is written. Raises Superseded when the rest is not needed."""
         self._update()
-        if (plan := self.plan) is None or part not in plan.parts:
+        if (plan := self.plan) is None or assignment not in plan.assignments:
             raise Superseded
 
-    def report_written(self, plan: Plan, part: Part, entry: Any) -> None:
-        """The part of this plan is written and synced; `entry` is that of the manifest."""
-        self._update(generation=plan.generation, written={**self._written_for(plan), part.file: entry}, acted=False)
+    def report_written(self, plan: Plan, assignment: Assignment, entry: Any) -> None:
+        """The stripe is written and synced; `entry` is that of the manifest."""
+        self._update(
+            generation=plan.generation, written={**self._written_for(plan), assignment.file: entry}, acted=False
+        )
 
     def report_acted(self, plan: Plan) -> None:
         """This rank has done what the plan asked of its actor."""

@@ -1,4 +1,4 @@
-"""What the leader of a rescue decides: which survivors write which part of the last finished step, and who commits it.
+"""What the leader of a rescue decides: which survivors write which stripe of the last step, and who commits it.
 
 A state consists of shards: one that is not sharded is a single shard, of which each rank has a replica. A survivor may
 hold several shards, and one shard of several steps: what it trains with, and copies in host memory. The newest moment
@@ -11,6 +11,7 @@ not make a rank look dead.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +50,7 @@ class Survivor:
     silence: str = ""  # why its device cannot be read; the holdings are those in host memory
     unable: str | None = None  # why it could not save its state
     generation: str = ""  # of the plan that `written` and `acted` belong to
-    written: dict[str, Any] = field(default_factory=dict)  # the manifest's entry of each part that it wrote, by file
+    written: dict[str, Any] = field(default_factory=dict)  # the manifest's entry of each stripe that it wrote, by file
     acted: bool = False  # it has committed and recorded, as the plan asked
 
     @classmethod
@@ -86,7 +87,7 @@ def _gathered(fields: Mapping[str, Any]) -> Gathered | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class Assignment:
     """A stripe of a shard of the state, and the rank that writes it."""
 
     shard: int
@@ -112,10 +113,11 @@ class Plan:
     generation: str
     actor: int  # the rank that commits and records the end; the lowest of those that can
     moment: Moment | None  # of the state to save; None: the survivors do not hold all of any
-    parts: tuple[Part, ...] = ()  # by shard, in the order of their bytes; empty if the state is saved or not savable
+    # By shard, in the order of their bytes; empty if the state is saved or not savable.
+    assignments: tuple[Assignment, ...] = ()
     gathered: Gathered | None = None  # nothing is saved yet: those that hold the step before do this update
     act: bool = False  # everything is written, and nobody is waited for: the actor acts
-    written: dict[str, Any] = field(default_factory=dict)  # with `act`: the manifest's entry of each part, by file
+    written: dict[str, Any] = field(default_factory=dict)  # with `act`: the manifest's entry of each stripe, by file
     present: tuple[int, ...] = ()  # with `act`: the ranks that signed in
     failures: tuple[Fault, ...] = ()  # with `act`: theirs
     done_step: int = -1  # with `act`: the last step that is done, as far as they know
@@ -129,7 +131,7 @@ class Plan:
             **{
                 **fields,
                 "moment": fields["moment"] and tuple(fields["moment"]),
-                "parts": tuple(Part(**part) for part in fields["parts"]),
+                "assignments": tuple(Assignment(**one) for one in fields["assignments"]),
                 "gathered": _gathered(fields),
                 "present": tuple(fields["present"]),
                 "failures": tuple(Fault(**failure) for failure in fields["failures"]),
@@ -165,7 +167,7 @@ SILENT_S = 5.0
 # does not answer says so itself, much earlier.
 STUCK_S = 30.0
 
-Held = dict[Moment, dict[int, list[int]]]
+Holders = dict[Moment, dict[int, list[int]]]
 
 
 class Roll:
@@ -214,9 +216,9 @@ class Roll:
         """Those of them that get something done."""
         return [one for one in self.alive if not self._is_stuck(one.rank)]
 
-    def held(self, able: Iterable[Survivor] | None = None) -> Held:
+    def held(self, able: Iterable[Survivor] | None = None) -> Holders:
         """Which of them can write which shard of the state at which moment; the lowest rank first."""
-        held: Held = {}
+        held: Holders = {}
         for one in self.able if able is None else able:
             for holding in one.holdings if one.unable is None else ():
                 held.setdefault(holding.moment, {}).setdefault(holding.shard, []).append(one.rank)
@@ -273,10 +275,8 @@ class Roll:
 
     @property
     def done_step(self) -> int:
-        """The last step that all ranks have done, as far as the survivors know; -1 if they hold nothing.
-
-        Ranks are at most one step apart. So a shard of which there is only an older copy has come further than that.
-        """
+        """The last step that all ranks have done, as far as the survivors know; -1 if they hold nothing. Ranks are at
+        most one step apart. So a shard of which there is only an older copy has come further than that."""
         steps: dict[int, int] = {}
         for one in self.found.values():
             for holding in one.holdings:
@@ -302,7 +302,7 @@ def _has_work(one: Survivor, plan: Plan | None) -> bool:
     if plan.act:
         return plan.actor == one.rank
     written = one.written if one.generation == plan.generation else {}
-    return any(part.rank == one.rank and part.file not in written for part in plan.parts)
+    return any(assignment.rank == one.rank and assignment.file not in written for assignment in plan.assignments)
 
 
 def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
@@ -318,7 +318,7 @@ def next_plan(plan: Plan | None, roll: Roll, new_generation: Callable[[], str]) 
         return plan
     plan = _share_anew(plan, roll)
     written = _written(plan, roll)
-    if len(written) < len(plan.parts) or not roll.has_gathered(plan.moment):
+    if len(written) < len(plan.assignments) or not roll.has_gathered(plan.moment):
         return plan
     failures = tuple(one.failure for one in roll.found.values() if one.failure)
     return replace(
@@ -350,9 +350,9 @@ def _is_obsolete(plan: Plan, roll: Roll) -> bool:
 
 
 def _is_complete(plan: Plan, moment: Moment, roll: Roll) -> bool:
-    """Whether each part of the plan is written, or can be."""
+    """Whether each stripe of the plan is written, or can be."""
     written, shards = _written(plan, roll), roll.held().get(moment, {})
-    return all(part.file in written or part.shard in shards for part in plan.parts)
+    return all(one.file in written or one.shard in shards for one in plan.assignments)
 
 
 def _with_another_actor(plan: Plan | None, roll: Roll) -> Plan | None:
@@ -379,17 +379,18 @@ def _begin(roll: Roll, new_generation: Callable[[], str]) -> Plan | None:
     if any(holding.saved or not holding.savable for holding in holdings):
         return plan
     sizes = {holding.shard: holding.bytes for holding in holdings}
-    whole = Part(0, 0, 1, plan.actor).stripe
+    whole = Assignment(0, 0, 1, plan.actor).stripe
     shares = (_shared(shard, whole, sizes[shard], held[moment][shard]) for shard in range(roll.shards))
-    return replace(plan, parts=tuple(part for parts in shares for part in parts))
+    return replace(plan, assignments=tuple(itertools.chain.from_iterable(shares)))
 
 
-def _shared(shard: int, stripe: Stripe, count: int, ranks: Sequence[int]) -> Iterable[Part]:
-    """A stripe of a shard of `count` bytes, cut into parts for the ranks that hold it. Where there are fewer parts than
+def _shared(shard: int, stripe: Stripe, count: int, ranks: Sequence[int]) -> Iterable[Assignment]:
+    """A stripe of a shard of `count` bytes, cut again for the ranks that hold it. Where there are fewer stripes than
     ranks, they go to ranks far apart, so to different nodes."""
-    parts = stripe_count(count // stripe.of, len(ranks))
-    for number in range(parts):
-        yield Part(shard, stripe.number * parts + number, stripe.of * parts, ranks[number * len(ranks) // parts])
+    into = stripe_count(count // stripe.of, len(ranks))
+    for number in range(into):
+        rank = ranks[number * len(ranks) // into]
+        yield Assignment(shard, stripe.number * into + number, stripe.of * into, rank)
 
 
 def _share_anew(plan: Plan, roll: Roll) -> Plan:
@@ -397,24 +398,24 @@ def _share_anew(plan: Plan, roll: Roll) -> Plan:
     if plan.moment is None:
         return plan
     held, written = roll.held().get(plan.moment, {}), _written(plan, roll)
-    parts: list[Part] = []
-    for part in plan.parts:
-        if part.file in written or part.rank in held.get(part.shard, ()):
-            parts.append(part)
+    assignments: list[Assignment] = []
+    for old in plan.assignments:
+        if old.file in written or old.rank in held.get(old.shard, ()):
+            assignments.append(old)
         else:
             holdings = (holding for one in roll.able for holding in one.holdings)
-            size = next(one.bytes for one in holdings if (one.moment, one.shard) == (plan.moment, part.shard))
-            parts.extend(_shared(part.shard, part.stripe, size, held[part.shard]))
-    return replace(plan, parts=tuple(parts))
+            size = next(one.bytes for one in holdings if (one.moment, one.shard) == (plan.moment, old.shard))
+            assignments.extend(_shared(old.shard, old.stripe, size, held[old.shard]))
+    return replace(plan, assignments=tuple(assignments))
 
 
 def _written(plan: Plan, roll: Roll) -> dict[str, Any]:
-    """The parts that are written and hashed, with their entries in the manifest, in the order of their bytes."""
+    """The stripes that are written and hashed, with their entries in the manifest, in the order of their bytes."""
     found = {}
-    for part in plan.parts:
-        writer = roll.found.get(part.rank)
-        if writer and writer.generation == plan.generation and part.file in writer.written:
-            found[part.file] = writer.written[part.file]
+    for assignment in plan.assignments:
+        writer = roll.found.get(assignment.rank)
+        if writer and writer.generation == plan.generation and assignment.file in writer.written:
+            found[assignment.file] = writer.written[assignment.file]
     return found
 
 

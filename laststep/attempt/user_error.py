@@ -41,8 +41,7 @@ def describe(error: BaseException) -> str:
 
 
 def say_error(text: str) -> None:
-    """Print an error with its traceback, and in each traceback that comes to the user's code no other frames. The
-    record of the attempt has them all."""
+    """Print an error with its traceback, and in each traceback that comes to the user's code no other frames."""
     say(_TRACEBACK.sub(_folded, text if text.endswith("\n") else f"{text}\n"))
 
 
@@ -73,8 +72,8 @@ def short(error: BaseException) -> str:
 
 
 def refused_operator(error: BaseException) -> ConfigError | None:
-    """The one line for an operator that torch refuses because it has no deterministic form, see `train.deterministic`;
-    None for any other error. The error may be that of a loader process, of the compiler or of the rehearsal."""
+    """The one line for an operator that torch refuses because it has no deterministic form (`train.deterministic`), in
+    whatever thread or process; None for any other error."""
     each: BaseException | None = error
     while each is not None:
         if found := REFUSED.search(str(each)):

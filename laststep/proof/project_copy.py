@@ -19,7 +19,7 @@ from pathlib import Path
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.runs.run_folders import PROJECT
-from laststep.script import FILE, file_of
+from laststep.script import FILE, files_of
 
 MOST_ENTRIES, MOST_BYTES = 10_000, 1 << 30  # of a copy; folders and files beyond that are linked
 MOST_WATCHED = 20_000  # files whose size and time are compared
@@ -50,7 +50,7 @@ class ProjectCopy:
         users = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         paths = [PROJECT, *inside, *(self._place(self._here / each) for each in users)]
         self.environment = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))), **_without_trackers(to)}
-        if config.script and (file := file_of(config.script, self._here)) is not None:
+        for file in files_of(config.script, self._here)[:1] if config.script else ():
             self.environment[FILE] = str(self._place(file.resolve()))
         self._watched = [*self._copies, *_named(config, self._here)]
         self._before = self._look()

@@ -42,10 +42,8 @@ SLICE = "MIG-"  # begins the UUID of a slice of a GPU
 
 
 def set_up_device(config: Config, world: World) -> torch.device:
-    """Choose this rank's device and make its arithmetic as reproducible as the configuration asks.
-
-    Raises ConfigError when this machine lacks what the configuration asks for.
-    """
+    """Choose this rank's device and make its arithmetic as reproducible as the configuration asks. Raises ConfigError
+    when this machine lacks what the configuration asks for."""
     device = _choose_device(config, world)
     _check_precision(config.train.precision, device)
     if config.train.cuda_graphs and device.type == "cpu":
@@ -256,10 +254,8 @@ class DeviceQueue:
         return contextlib.nullcontext()
 
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Do this `beside` the queue, for threads other than the one that trains, and return what it returns.
-
-        Raises DeviceSilent when the device does not answer in time; see DeviceThread.
-        """
+        """Do this `beside` the queue, for threads other than the one that trains, and return what it returns. Raises
+        DeviceSilent when the device does not answer in time; see DeviceThread."""
         return work()
 
     def close(self) -> None:

@@ -40,10 +40,8 @@ T = TypeVar("T")
 
 
 class Patience:
-    """Time in which a disk may come back. All looks share it, so that they do not add up.
-
-    Calls `warn` with each error that it waits for, once.
-    """
+    """Time in which a disk may come back. All looks share it, so that they do not add up. Calls `warn` with each error
+    that it waits for, once."""
 
     passing: ClassVar[tuple[type[Exception], ...]] = (OSError,)  # the errors that may pass
 
@@ -85,11 +83,9 @@ def polling_round_s(ranks: int) -> float:
 
 
 def look_anew(folder: Path) -> None:
-    """See what other hosts have changed in a folder: from now on its names are those of the server.
-
-    Makes and removes a folder in it, `.look-HOST`; where that is refused, nothing happens. A folder that is not there
-    may have appeared elsewhere: then the one above is refreshed.
-    """
+    """See what other hosts have changed in a folder: from now on its names are those of the server. Makes and removes a
+    folder in it, `.look-HOST`; where that is refused, nothing happens. A folder that is not there may have appeared
+    elsewhere: then the one above is refreshed."""
     own = folder / f"{MARK}{hostname()}"
     try:
         with suppress(FileExistsError):  # another process of this host is here, or has died here
@@ -218,11 +214,9 @@ _held_locks: dict[Path, _LockFile] = {}  # that this process keeps open until it
 
 
 def acquire_run_lock(path: Path, world: World, before: Before | None = None) -> None:
-    """Lock the run for as long as this process lives, once no other attempt is at work on it or may save.
-
-    Raises ConfigError when another attempt does not release it, DiskError when the disk refuses for LOCK_START_S or
-    keeps the lock of a dead node.
-    """
+    """Lock the run for as long as this process lives, once no other attempt is at work on it or may save. Raises
+    ConfigError when another attempt does not release it, DiskError when the disk refuses for LOCK_START_S or keeps the
+    lock of a dead node."""
     before = before or Before()
     deadline = time.monotonic() + LOCK_WAIT_S[world.on_slurm or world.launcher == "ray"]
     said: set[str] = set()
@@ -290,11 +284,9 @@ def _refusal(path: Path, world: World, signed: str) -> Exception:
 
 
 def lock_is_ours(path: Path, world: World) -> bool:
-    """Whether the run is still locked by this attempt, so that any of its ranks may stand in for rank 0.
-
-    If rank 0 has died and no other attempt has taken the lock, this takes it. Raises DiskError when the disk refuses
-    for LOCK_LOOK_S: then nothing is known.
-    """
+    """Whether the run is still locked by this attempt, so that any of its ranks may stand in for rank 0. If rank 0 has
+    died and no other attempt has taken the lock, this takes it. Raises DiskError when the disk refuses for LOCK_LOOK_S:
+    then nothing is known."""
     ours = lock_signature(world)
     if path not in _held_locks:
         file = _LockFile(path, LOCK_LOOK_S)
@@ -338,10 +330,8 @@ def signed_by_start(signed: str, world: World) -> bool:
 
 
 def lock_holder(path: Path) -> str | None:
-    """The signature of the attempt that holds the lock, such as "job 12, restart 0, on n1".
-
-    None if it is not held, if the file system has no locks, or if the disk refuses to say.
-    """
+    """The signature of the attempt that holds the lock, such as "job 12, restart 0, on n1". None if it is not held, if
+    the file system has no locks, or if the disk refuses to say."""
     with contextlib.suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

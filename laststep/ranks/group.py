@@ -39,7 +39,7 @@ from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import DeviceConflict, MeetingError
 from laststep.ranks.meeting import PUBLISH_S, SealedStore, connect_to_store, use_interface
-from laststep.ranks.process import alarm
+from laststep.ranks.process import Alarm
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import ShardPlace, World, hostname
 from laststep.say import say
@@ -70,11 +70,9 @@ class Registration(TypedDict):
 
 
 class Group:
-    """The ranks of one attempt and the store that rank 0 serves at `address`. Call `connect` before any collective.
-
-    A world of one rank creates no process group; its collectives return at once. Only torch itself uses the store
-    without the attempt's `seal`. Rank 0 removes `meeting_files` once all ranks have met.
-    """
+    """The ranks of one attempt and the store that rank 0 serves at `address`. Call `connect` before any collective. A
+    world of one rank creates no process group; its collectives return at once. Only torch itself uses the store without
+    the attempt's `seal`. Rank 0 removes `meeting_files` once all ranks have met."""
 
     def __init__(
         self,
@@ -99,10 +97,8 @@ class Group:
         self._barriers = 0
 
     def connect(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the other ranks, then set up collectives.
-
-        Raises MeetingError when a rank does not join in time.
-        """
+        """Wait up to `timeout_s` for the other ranks, then set up collectives. Raises MeetingError when a rank does not
+        join in time."""
         if self.world.size == 1:
             return
         # Before the collectives: NCCL would wait in C and name no rank.
@@ -196,11 +192,8 @@ class Group:
         return parts
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, on every rank, added in rank order. A collective.
-
-        An all-reduce may add in an order that depends on an element's place in the buffer, and so on how many steps
-        were reduced together.
-        """
+        """The sum over the ranks, on every rank, added in rank order. A collective. An all-reduce may add in an order
+        that depends on an element's place in the buffer, and so on how many steps were reduced together."""
         return reduce(torch.add, self.gather(tensor))
 
     def broadcast(self, tensors: list[Tensor]) -> None:
@@ -243,10 +236,8 @@ class Group:
         return int(text) if text else None
 
     def barrier(self, timeout_s: float) -> None:
-        """Wait until every rank is here. Runs over the store, so it may last longer than a collective may.
-
-        Raises torch.distributed.DistError after the timeout.
-        """
+        """Wait until every rank is here. Runs over the store, so it may last longer than a collective may. Raises
+        torch.distributed.DistError after the timeout."""
         self._barriers += 1
         self._barrier(f"barrier/{self._barriers}", timedelta(seconds=timeout_s))
 
@@ -301,9 +292,9 @@ def check_devices(registered: Sequence[Registration]) -> None:
             )
 
 
-def log_if_slow(missing: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+def log_if_slow(missing: Callable[[], str]) -> contextlib.AbstractContextManager[object]:
     """Log which ranks this one is waiting for, long before it gives up."""
-    return alarm(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
+    return Alarm(SLOW_MEETING_S, lambda: say(f"still waiting for {missing()} after {SLOW_MEETING_S:.0f} s"))
 
 
 def meeting_timeout(timeout_s: float) -> timedelta:
@@ -404,11 +395,9 @@ def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -
 
 
 def tree_sum(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, in a fixed order; overwrites `rows`.
-
-    Neighbours are added pairwise as long as the number of rows is even, then the odd number that is left from left to
-    right. So 12 rows are 6 sums, then 3, and these are added one after another.
-    """
+    """The sum over the first dimension, in a fixed order; overwrites `rows`. Neighbours are added pairwise as long as
+    the number of rows is even, then the odd number that is left from left to right. So 12 rows are 6 sums, then 3, and
+    these are added one after another."""
     while len(rows) % 2 == 0:
         rows = rows[0::2].add_(rows[1::2])
     total = rows[0]
@@ -510,10 +499,7 @@ class TreeHook:
 
 def make_mesh(place: ShardPlace, device: torch.device, adds_replicas: bool = True) -> DeviceMesh:
     """The mesh of all ranks. One replica: of the dimension "shard". Several: of "replicate" and "shard"; unless FSDP2
-    `adds_replicas`, the mesh of this rank's replica alone.
-
-    A collective.
-    """
+    `adds_replicas`, the mesh of this rank's replica alone. A collective."""
     names = ("replicate", "shard")
     if place.replicas == 1:
         assert dist.group.WORLD is not None
@@ -538,10 +524,8 @@ def _group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 def lend_group(group: Group) -> Callable[[], None]:
     """From now on `init_process_group` joins the process group that exists, `destroy_process_group` leaves the default
-    one alone, and other groups have its timeouts. Call what this returns to undo that.
-
-    A module that has imported the two functions before by their names keeps torch's own.
-    """
+    one alone, and other groups have its timeouts. Call what this returns to undo that. A module that has imported the
+    two functions before by their names keeps torch's own."""
     init, destroy = dist.init_process_group, dist.destroy_process_group
 
     def join(*args: Any, **kwargs: Any) -> None:

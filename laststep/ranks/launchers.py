@@ -90,10 +90,8 @@ TORCH_VARIABLES = Launcher("env", ("RANK", "WORLD_SIZE"), _like_torchrun(), ("MA
 
 
 def detect_world() -> World:
-    """This process's place among the ranks, from its environment; without a launcher, a world of one rank.
-
-    Raises ConfigError when two launchers disagree, or when a variable is missing or not a number.
-    """
+    """This process's place among the ranks, from its environment; without a launcher, a world of one rank. Raises
+    ConfigError when two launchers disagree, or when a variable is missing or not a number."""
     forget_exported()
     env = os.environ
     if het_size := env.get("SLURM_HET_SIZE"):
@@ -162,11 +160,9 @@ def _world(
     variables: tuple[str, ...] = (),
     restart: int = 0,
 ) -> World:
-    """What all launchers but submitit have in common.
-
-    `job` names this use of the launcher, the same in all ranks. `hosts` is None if the launcher does not say.
-    `variables` hold rank, size and local rank. `restart`: how often the launcher itself has started all ranks again.
-    """
+    """What all launchers but submitit have in common. `job` names this use of the launcher, the same in all ranks.
+    `hosts` is None if the launcher does not say. `variables` hold rank, size and local rank. `restart`: how often the
+    launcher itself has started all ranks again."""
     job = re.sub(r"[^A-Za-z0-9.]+", "-", f"{launcher}-{job}")
     launch = f"{job}-{restart}"
     on_slurm = "SLURM_JOB_ID" in env

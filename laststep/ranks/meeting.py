@@ -36,11 +36,9 @@ SLACK_S = 0.5  # by which a timeout may come early
 
 
 class SealedStore:
-    """A connection to the store in which every value carries the seal; a value without it counts as absent.
-
-    Its methods are those of torch's Store, without `add`: a counter cannot carry a seal. A timeout counts only the time
-    in which this process could run. torch measures it by a clock, so what timed out early is waited for again.
-    """
+    """A connection to the store in which every value carries the seal; a value without it counts as absent. Its methods
+    are those of torch's Store, without `add`: a counter cannot carry a seal. A timeout counts only the time in which
+    this process could run. torch measures it by a clock, so what timed out early is waited for again."""
 
     def __init__(self, store: dist.Store, seal: Seal, prefix: str = "") -> None:
         self._store, self._seal, self._prefix = store, seal, prefix
@@ -322,10 +320,8 @@ def _address_towards(host: str) -> str:
 
 
 def named_address(world: World, host: str) -> str:
-    """The one address of this host that `host`, the user's name for it, stands for; empty if that is not certain.
-
-    On Debian a host's own name resolves to 127.0.1.1 there, and to another address elsewhere.
-    """
+    """The one address of this host that `host`, the user's name for it, stands for; empty if that is not certain. On
+    Debian a host's own name resolves to 127.0.1.1 there, and to another address elsewhere."""
     with contextlib.suppress(OSError):
         found = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         usable = found if _on_one_host(world) else found & {address for _, address in interfaces()}
@@ -358,10 +354,8 @@ def _serve(world: World, address: str, port: int, timeout: timedelta, source: st
 def _connect(
     world: World, find_address: Callable[[], tuple[Sequence[str], int]], timeout: timedelta, source: str
 ) -> StoreConnection:
-    """Connect to the first host that answers, and keep trying until the timeout.
-
-    There may be several: names do not resolve everywhere, and not every network reaches every node.
-    """
+    """Connect to the first host that answers, and keep trying until the timeout. There may be several: names do not
+    resolve everywhere, and not every network reaches every node."""
     deadline = run_time() + timeout.total_seconds()
     problem = detail = ""
     while run_time() < deadline:

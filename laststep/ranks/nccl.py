@@ -49,11 +49,9 @@ CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_M
 
 
 def set_defaults(records: Path) -> None:
-    """Set the variables that the user has not set. Call this before the ranks meet.
-
-    When a collective fails, each rank writes its last collectives into the file `records` followed by its number, for
-    `python -m torch.distributed.flight_recorder.fr_trace`. torch's default is a file that all runs overwrite.
-    """
+    """Set the variables that the user has not set. Call this before the ranks meet. When a collective fails, each rank
+    writes its last collectives into the file `records` followed by its number, for `python -m
+    torch.distributed.flight_recorder.fr_trace`. torch's default is a file that all runs overwrite."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if not any(name in os.environ for name in RECORDS):
         os.environ[RECORDS[0]] = str(records)
@@ -123,10 +121,8 @@ LINKS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "
 @contextlib.contextmanager
 def noted() -> Iterator[Callable[[], str]]:
     """Have NCCL write down the graph of the communicator that is made in this context. Yields a function that returns
-    this rank's part of it as text, for `combined`, once the communicator has done its first collective.
-
-    NCCL opens its log once per process: a user who has asked for it keeps it.
-    """
+    this rank's part of it as text, for `combined`, once the communicator has done its first collective. NCCL opens its
+    log once per process: a user who has asked for it keeps it."""
     if setter := _users_choice():
         yield lambda: f"{NOTHING}{setter} is set"
         return

@@ -1,13 +1,12 @@
 """This process and others of its machine: starting them, the time in which they run, the signals they get, who lives.
 
 `run_time` counts the time in which this process could run, for deadlines: Slurm suspends jobs (`scontrol suspend`,
-PreemptMode=SUSPEND, gang scheduling), and machines freeze. The clocks of the system move on meanwhile, and every
-deadline set by them has passed when the process wakes. `Alarm` rings by that time.
+PreemptMode=SUSPEND, gang scheduling), and machines freeze, while the clocks move on. `Alarm` rings by that time.
 
-`Signals` catches those that ask for a stop. The handler does nothing; a thread reads the signal's number from a pipe.
-Python runs a handler between two bytecodes of the main thread. That thread may be inside a collective or a compiler for
-minutes, and it may hold a lock that the handler would need. But the C half of Python's signal handling writes each
-number to a wake-up file descriptor at once (signal.set_wakeup_fd), and a thread can wait on that descriptor.
+`Signals` catches those that ask for a stop. Python runs a handler between two bytecodes of the main thread, which may
+be inside a collective for minutes, or hold a lock that the handler needs. So the handler does nothing. But the C half
+of Python's signal handling writes each number to a file descriptor at once (signal.set_wakeup_fd), and a thread reads
+it.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ PAUSE_S = 0.25
 
 def started(start: Callable[[], T], wait_s: float | None = None) -> T:
     """What `start` returns, which starts a process or a thread. Tried again while the kernel has none to give, for
-    `wait_s`, by default START_S.
-
-    Raises what `start` raises.
-    """
+    `wait_s`, by default START_S. Raises what `start` raises."""
     deadline = time.monotonic() + (START_S if wait_s is None else wait_s)
     while True:
         try:
@@ -56,10 +52,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def identity(pid: int | None = None) -> str:
-    """What names a process for as long as the machine runs: its id, which may be used again, and when it started.
-
-    Empty if it has ended, or if this system does not say (it has no /proc). The default is this process.
-    """
+    """What names a process for as long as the machine runs: its id, which may be used again, and when it started. Empty
+    if it has ended, or if this system does not say (it has no /proc). The default is this process."""
     pid = os.getpid() if pid is None else pid
     try:
         # proc(5): the name, in parentheses, may contain anything; after it come the state, and as the 20th the start.
@@ -81,8 +75,8 @@ def here() -> str:
 
 
 def machine() -> str:
-    """What names the numbers of processes that this process sees: those of this container, since the machine's last
-    start. Two containers may have the same host name."""
+    """What names the process ids that this process sees: this container since the machine's last start. Two containers
+    may have the same host name."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -222,8 +216,7 @@ os.register_at_fork(after_in_child=_clocks.clear)  # a child does not have the t
 
 
 def run_time() -> float:
-    """Seconds in which this process could run, since some moment. It starts a thread; a child that is forked has a time
-    of its own."""
+    """Seconds in which this process could run, since some moment; a forked child has its own."""
     if not _clocks:
         _clocks.append(_Clock())
     return _clocks[0].read()
@@ -233,7 +226,8 @@ ROUND_S = 0.5
 
 
 class Alarm:
-    """Calls `ring`, in a thread of its own, after `seconds` in which this process could run, unless it is cancelled."""
+    """Calls `ring`, in a thread of its own, after `seconds` in which this process could run, unless it is cancelled or
+    the block that it opens has ended."""
 
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self._rings_at, self._ring = run_time() + seconds, ring
@@ -244,22 +238,18 @@ class Alarm:
         """What was waited for has come."""
         self._cancelled.set()
 
+    def __enter__(self) -> Alarm:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
     def _wait(self) -> None:
         while (left_s := self._rings_at - run_time()) > 0:
             if self._cancelled.wait(min(left_s, ROUND_S)):
                 return
         if not self._cancelled.is_set():
             self._ring()
-
-
-@contextlib.contextmanager
-def alarm(seconds: float, ring: Callable[[], object]) -> Iterator[None]:
-    """Call `ring`, in a thread of its own, if the block takes longer than this."""
-    running = Alarm(seconds, ring)
-    try:
-        yield
-    finally:
-        running.cancel()
 
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -273,11 +263,8 @@ CLOSE_S = 1.0
 
 
 class Signals:
-    """Catches the signals that ask for a stop, until `release`.
-
-    It catches the later ones too: a second SIGTERM, late or from an impatient user, must not kill the process while it
-    is still writing.
-    """
+    """Catches the signals that ask for a stop, until `release`. A second SIGTERM, late or from an impatient user, must
+    not kill the process while it is still writing."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -310,11 +297,8 @@ class Signals:
         return signals
 
     def release(self, process_ends: bool) -> None:
-        """Stop catching, at the end of the attempt.
-
-        A process that is about to end ignores late signals: Python resets its handlers on exit, and a SIGTERM would
-        then turn a finished rank into a failed one. Any other process gets back the handlers that it had before.
-        """
+        """Stop catching, at the end of the attempt. The process gets back the handlers that it had before; one that is
+        about to end ignores late signals, as a SIGTERM would turn a finished rank into a failed one."""
         for number, before in self._before.items():
             # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_IGN if process_ends else before or signal.SIG_DFL)
@@ -363,10 +347,8 @@ def held_back() -> Iterator[None]:
 
 
 def set_up_worker(_: Any = None) -> None:
-    """Set up a loader's worker process: ignore stop signals, and die with the rank, which ends its workers itself.
-
-    A worker that outlived a killed rank would keep its connections open, and its peers would not notice the death.
-    """
+    """Set up a loader's worker process: ignore stop signals, and die with the rank. One that outlived it would keep its
+    connections open, and its peers would not notice the death."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -375,11 +357,9 @@ def set_up_worker(_: Any = None) -> None:
 
 
 def next_signal(numbers: Iterable[int], wait_s: float) -> int | None:
-    """The next of these signals, which are blocked, that arrives within `wait_s`; None if none does.
-
-    Not signal.sigtimedwait: if the process is stopped and continued meanwhile, as Slurm suspends a job, CPython (3.11)
-    returns what happens to be on its stack as the signal.
-    """
+    """The next of these signals, which are blocked, that arrives within `wait_s`; None if none does. Not
+    signal.sigtimedwait: if the process is stopped and continued meanwhile, as Slurm suspends a job, CPython (3.11)
+    returns what happens to be on its stack as the signal."""
     libc = ctypes.CDLL(None)
     mask = ctypes.create_string_buffer(SIGSET_BYTES)
     libc.sigemptyset(mask)

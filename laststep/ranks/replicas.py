@@ -47,10 +47,8 @@ def keeper_of(rank: int, world: World) -> int:
 
 
 class ReplicaLink:
-    """This rank's connections to its keeper and to its sender. `allocate` returns memory of a size in bytes.
-
-    If a connection fails, `error` says why, and no further copy is sent; training continues.
-    """
+    """This rank's connections to its keeper and to its sender. `allocate` returns memory of a size in bytes. If a
+    connection fails, `error` says why, and no further copy is sent; training continues."""
 
     def __init__(self, world: World, store: SealedStore, seal: Seal, allocate: Callable[[int], memoryview]) -> None:
         self.error: str | None = None

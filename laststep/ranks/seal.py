@@ -67,11 +67,9 @@ class Seal:
 
     @classmethod
     def load(cls, file: Path, fingerprint: str, timeout: timedelta, ranks: int = 1) -> Seal | None:
-        """The seal that another rank has saved, as soon as this host sees it; None if it does not in time.
-
-        A file with another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file. Raises
-        OSError if the disk still refuses then.
-        """
+        """The seal that another rank has saved, as soon as this host sees it; None if it does not in time. A file with
+        another fingerprint was left by a killed attempt. `ranks`: how many may wait for the file. Raises OSError if the
+        disk still refuses then."""
         deadline, view = run_time() + timeout.total_seconds(), FreshView(ranks, file.parent)
         while True:
             view.refresh()

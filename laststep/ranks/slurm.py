@@ -24,20 +24,17 @@ TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
 # States of a node on which no ranks are to start. "*": it does not respond.
 UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
-# The states of a job that has its nodes and that nobody has ended. Slurm shows one word where a running job has flags
-# too. SIGNALING lasts from a SIGCONT until every node has confirmed it: slurmctld sends one right before the SIGTERM of
-# a preemption with GraceTime, so on a busy cluster that is what ranks see when the SIGTERM arrives.
+# The states of a job that has its nodes and that nobody has ended; Slurm shows a flag in place of RUNNING. SIGNALING
+# lasts from the SIGCONT right before the SIGTERM of a preemption with GraceTime until every node has confirmed it.
 UNENDED = ("RUNNING", "SIGNALING", "STOPPED", "SUSPENDED", "CONFIGURING", "RESIZING")
 REPLACED = "REPLACED"  # our own JobState: this process's job id is that of another job now
 # A start of a job whose end the disk refused to record is noted in the job's comment: how many there were in a row, and
 # the restart count of the last. Slurm keeps it where every node can read it. The batch shell writes the same.
 UNRECORDED = re.compile(r"\s*\blaststep-unrecorded:(\d+)@(\d+)\b")
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
-# `sbatch --requeue=expedite`, where the site allows it. Read in Slurm's sources (slurmctld/job_mgr.c):
-# - `scontrol requeue` starts such a job again without the delay of 2 minutes (requeue_delay, else cred_expire).
-# - A job whose node fails, or one that fails and whose Epilog finds a fault on a node, is first in the queue.
-# - A job that fails otherwise is requeued too, but held. So one that is to end must first be forbidden to requeue.
-# - Until 25.11.2 this also befell a job that had finished. A site that does not allow it refuses the job.
+# `sbatch --requeue=expedite`, where the site allows it: `scontrol requeue` starts such a job again without the delay of
+# 2 minutes. But a job that fails is requeued, and held, so one that is to end must first be forbidden to requeue. Until
+# 25.11.2 this also befell a job that had finished (Slurm's slurmctld/job_mgr.c).
 EXPEDITE = "expedite"
 EXPEDITE_SINCE = (25, 11, 3)
 # Prefixes of the variables from which Slurm's commands take options, such as SQUEUE_STATES or SLURM_TIME_FORMAT. The
@@ -71,16 +68,14 @@ def new_tag() -> str:
 
 
 def show_job(job_id: str) -> Job | None:
-    """The fields of `scontrol show job` for the job of this process; None when Slurm does not answer.
-
-    JobState is REPLACED, and the only field, when the id is that of another job now.
-    """
+    """The fields of `scontrol show job` for the job of this process; None when Slurm does not answer. JobState is
+    REPLACED, and the only field, when the id is that of another job now."""
     with contextlib.suppress(SlurmError):
         shown = scontrol("show", "job", "--oneliner", job_id)
         ours, found = os.environ.get(TAG_VARIABLE), TAG.search(shown)
         if ours and found and found[0] != ours:
             return {"JobState": REPLACED}
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        return _fields(shown)
     return None
 
 
@@ -92,7 +87,11 @@ def show_other_job(job_id: str) -> Job:
         if "Invalid job id" in str(error):
             raise UnknownJob(str(error)) from None
         raise
-    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    return _fields(shown)
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def node_states(names: str) -> dict[str, str]:
@@ -116,9 +115,9 @@ def requeue_job(job_id: str) -> None:
 
 
 def note_unrecorded(job_id: str, restart: int, most: int) -> int | None:
-    """Note in the comment of this process's job that nothing could be recorded of this start, its `restart`-th restart.
-    Returns for how many starts in a row that was so; if that is more than `most`, nothing is noted. None if Slurm
-    refuses the note. Raises SlurmError when it does not answer."""
+    """Note in the comment of this process's job that nothing could be recorded of this start, its `restart`-th restart,
+    if that is so for at most `most` starts in a row. Returns for how many; None if Slurm refuses the note. Raises
+    SlurmError when it does not answer."""
     found = re.search(r"^\s*Comment=(.*)$", scontrol("show", "job", job_id), re.MULTILINE)
     comment = found[1] if found else ""
     before = UNRECORDED.search(comment)
@@ -145,8 +144,7 @@ def show_partitions(names: str | None) -> list[Partition]:
 
 def parse_records(text: str) -> list[Mapping[str, str]]:
     """Parse the output of `scontrol show ... --oneliner`, which has one record per line."""
-    lines = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
-    return [dict(words) for words in lines if words]
+    return [fields for line in text.splitlines() if (fields := _fields(line))]
 
 
 class ClusterSettings(NamedTuple):
@@ -164,7 +162,9 @@ def cluster_settings() -> ClusterSettings:
         allowed = re.search(r"^SlurmctldParameters\s*=.*\benable_expedited_requeue\b", shown, re.MULTILINE)
         controller = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
         # Where the controller allows it, sbatch is asked too: it may be older.
-        expedites = bool(allowed and controller and can_expedite(controller[1]) and can_expedite(_sbatch_version()))
+        expedites = bool(
+            allowed and controller and can_expedite(controller[1]) and can_expedite(command("sbatch", "--version"))
+        )
         return ClusterSettings(int(kill_wait[1]) if kill_wait else None, expedites)
     return ClusterSettings()
 
@@ -208,10 +208,6 @@ def can_expedite(version: str) -> bool:
     """Whether this version of Slurm (26.05.1) has an expedited requeue that leaves a job alone which has finished."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
     return numbers >= EXPEDITE_SINCE
-
-
-def _sbatch_version() -> str:
-    return command("sbatch", "--version").removeprefix("slurm").strip()
 
 
 def forbid_requeue(job_id: str) -> None:
@@ -292,10 +288,8 @@ def is_half(answer: str) -> bool:
 
 
 def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`.
-
-    It and `start` are the only places that start one, but for sbatch (see laststep.submission.submission).
-    """
+    """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`. It and `start`
+    are the only places that start one, but for sbatch (see laststep.submission.submission)."""
     return started(
         lambda: subprocess.run(
             _with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words)

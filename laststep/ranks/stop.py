@@ -34,11 +34,8 @@ LOOK_S = 0.5  # how often a thread that waits for the answers looks whether it i
 
 
 class Stop:
-    """The agreement on one attempt's last tick. The loop calls `begin_tick`.
-
-    If the ranks cannot agree, `on_failure` is called with the reason, in another thread, and `begin_tick` never
-    returns: no rank may train on.
-    """
+    """The agreement on one attempt's last tick. The loop calls `begin_tick`. If the ranks cannot agree, `on_failure` is
+    called with the reason, in another thread, and `begin_tick` never returns: no rank may train on."""
 
     def __init__(self, world: World, store: dist.Store, signals: Signals, on_failure: Callable[[str], None]) -> None:
         self.signal: signal.Signals | None = None

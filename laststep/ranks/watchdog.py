@@ -330,10 +330,8 @@ def hosts_of_stuck(beats: Sequence[Beat], silent: Sequence[int]) -> str:
 
 def straggler(before: Sequence[Beat], after: Sequence[Beat], seconds: float) -> str:
     """Print which rank made the others wait, if one did, and return its host: it was busy with its own work for more
-    than twice as long as the median rank, and that cost more than a tenth of the time.
-
-    `before` and `after` are two heartbeats of each rank, `seconds` and at least one step apart.
-    """
+    than twice as long as the median rank, and that cost more than a tenth of the time. `before` and `after` are two
+    heartbeats of each rank, `seconds` and at least one step apart."""
     steps = after[0].progress - before[0].progress
     busy_s = [new.busy_s - old.busy_s for old, new in zip(before, after)]
     slowest = max(range(len(busy_s)), key=lambda rank: busy_s[rank])
@@ -422,10 +420,8 @@ LONGEST_LINE = 1024  # bytes of a connection's first line
 
 
 class Lifelines:
-    """Rank 0's ends, at the address `host` that its store has.
-
-    `on_end` is called, in another thread, with the number of each rank whose process has ended.
-    """
+    """Rank 0's ends, at the address `host` that its store has. `on_end` is called, in another thread, with the number
+    of each rank whose process has ended."""
 
     def __init__(self, world: World, host: str, store: SealedStore, seal: Seal, on_end: Callable[[int], None]) -> None:
         self._size, self._seal, self._on_end = world.size, seal, on_end

@@ -15,23 +15,12 @@ import pytest
 
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded
-from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
-from laststep.checkpoint import files
-from laststep.ranks import disk
+from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Assignment, Holding, Plan
 from laststep.ranks.fault import Fault
-from laststep.ranks.seal import Seal
 from laststep.ranks.world import Gathered, Moment
+from tests.attempt.stage import SEAL, Rounds, dies, set_clock
 
 BYTES = 4096
-SEAL = Seal()
-
-
-class Died(Exception):
-    """A survivor dies here."""
-
-
-def dies() -> None:
-    raise Died
 
 
 def refuses() -> None:
@@ -104,7 +93,7 @@ class Survivor:
             if isinstance(duty, Gathered):
                 self.advance(duty)
             else:
-                self.write(plan, duty) if isinstance(duty, Part) else self.act(duty)
+                self.write(plan, duty) if isinstance(duty, Assignment) else self.act(duty)
         except Superseded:
             pass
         except OSError as error:
@@ -122,19 +111,19 @@ class Survivor:
             self.own.add((gathered.step, shard))
         self.announce()
 
-    def write(self, plan: Plan, part: Part) -> None:
+    def write(self, plan: Plan, assignment: Assignment) -> None:
         assert plan.moment is not None
         step = plan.moment[0]
-        assert (step, part.shard) in self.own | self.kept, f"rank {self.rank} was asked for what it does not hold"
+        assert (step, assignment.shard) in self.own | self.kept, f"rank {self.rank} was asked for what it does not hold"
         self.meet("write")
-        begin, end = part.stripe.bounds(BYTES)
-        self.rescue.check(part)
-        self.stage.disk[plan.generation, part.file] = bytes_of(step, part.shard)[begin:end]
+        begin, end = assignment.stripe.bounds(BYTES)
+        self.rescue.check(assignment)
+        self.stage.disk[plan.generation, assignment.file] = bytes_of(step, assignment.shard)[begin:end]
         self.meet("report")
-        self.rescue.report_written(plan, part, {"bytes": end - begin})
+        self.rescue.report_written(plan, assignment, {"bytes": end - begin})
 
     def act(self, plan: Plan) -> None:
-        if plan.parts:
+        if plan.assignments:
             self.meet("commit")
             assert plan.moment is not None and any(step == plan.moment[0] for step, _ in self.own)
             self.stage.commit(plan)
@@ -150,15 +139,14 @@ class Survivor:
         self.stage.living.remove(self)
 
 
-class Stage:
-    """A rescue among `size` ranks, whose state has this many shards."""
+class Stage(Rounds):
+    """The ranks' state has this many shards."""
 
     def __init__(self, folder: Path, size: int, shards: int) -> None:
-        self.folder, self.size, self.shards = folder / "rescue", size, shards
+        super().__init__(folder, size)
+        self.shards = shards
         self.disk: dict[tuple[str, str], bytes] = {}
         self.saved: list[int] = []
-        self.recorded: list[tuple[int, Plan]] = []
-        self.living: list[Survivor] = []
         self.updates: list[int] = []  # the ranks that have begun one
 
     def survivor(
@@ -171,48 +159,22 @@ class Stage:
     def commit(self, plan: Plan) -> None:
         assert plan.moment is not None
         step = plan.moment[0]
-        assert list(plan.written) == [part.file for part in plan.parts], "in the order of the bytes"
+        assert list(plan.written) == [assignment.file for assignment in plan.assignments], "in the order of the bytes"
         found = b"".join(self.disk[plan.generation, name] for name in plan.written)
         assert found == b"".join(bytes_of(step, shard) for shard in range(self.shards)), f"step {step} is torn"
         self.saved.append(step)
 
-    def rounds(self, count: int = 1) -> None:
-        for _ in range(count):
-            for one in list(self.living):
-                if one in self.living and not one.rescue.is_over:
-                    one.rescue.round()
-                    try:
-                        one.work()
-                    except Died:
-                        one.die()
-
-    def pass_s(self, seconds: float) -> None:
-        self.rounds(round(seconds / self.living[0].rescue.round_s))
-
-    def end(self, within_s: float = 60.0) -> Plan:
-        """All living survivors leave in time; returns the plan that was recorded."""
-        for _ in range(round(within_s / self.living[0].rescue.round_s)):
-            if all(one.rescue.is_over for one in self.living):
-                break
-            self.rounds()
-        else:
-            raise AssertionError(f"{len(self.living)} survivors are still waiting after {within_s} s")
-        assert self.recorded, "the survivors left, and none of them recorded the end"
-        return self.recorded[-1][1]
-
     def writers(self) -> dict[int, set[int]]:
-        """Which ranks wrote parts of which shard of the checkpoint."""
+        """Which ranks wrote stripes of which shard of the checkpoint."""
         writers: dict[int, set[int]] = {}
-        for part in self.recorded[-1][1].parts:
-            writers.setdefault(part.shard, set()).add(part.rank)
+        for assignment in self.recorded[-1][1].assignments:
+            writers.setdefault(assignment.shard, set()).add(assignment.rank)
         return writers
 
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Stage]]:
-    monkeypatch.setattr(files, "STRIPE_BYTES", 1024)  # a part for each rank that holds a shard
-    monkeypatch.setattr(disk, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
-    monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
+    set_clock(monkeypatch)
     yield lambda size, shards: Stage(tmp_path, size, shards)
 
 

@@ -20,7 +20,7 @@ import pytest
 from laststep.attempt import end_by_fault
 from laststep.attempt.end_by_fault import EndByFault, Rescuer
 from laststep.attempt.grace import GracePeriod
-from laststep.attempt.rescue_plan import Part, Plan
+from laststep.attempt.rescue_plan import Assignment, Plan
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
@@ -195,7 +195,7 @@ def test_it_says_what_is_left(duty: str, tmp_path: Path) -> None:
     rescuer, engine, rescue = a_rescuer(tmp_path)
     rescuer.announce()
     engine.freeze.side_effect = engine.frozen.side_effect = silence = DeviceSilent("its device does not answer")
-    rescue.plan = plan = Plan("rescue-0", 0, MOMENT, (Part(1, 0, 1, 0),), act=duty == "commit")
-    rescuer.do(plan if duty == "commit" else plan.parts[0])
+    rescue.plan = plan = Plan("rescue-0", 0, MOMENT, (Assignment(1, 0, 1, 0),), act=duty == "commit")
+    rescuer.do(plan if duty == "commit" else plan.assignments[0])
     assert rescue.announce.call_count == 2 and rescue.announce.call_args.kwargs["silence"] == str(silence)
     assert not (rescue.report_unable.called or rescue.report_acted.called), "its copies can still be written"

@@ -17,24 +17,20 @@ import torch
 
 from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded, gone_file, read_fields
-from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Holding, Part, Plan
+from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Assignment, Holding, Plan
 from laststep.checkpoint import files
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
-from laststep.ranks import disk
 from laststep.ranks.fault import Fault
 from laststep.ranks.seal import Seal
+from tests.attempt.stage import SEAL, Rounds, dies, set_clock
 from tests.support.disk import refusing
 from tests.support.states import frozen_state
 
 WORDS = 4096  # 8 bytes each
-
-
-class Died(Exception):
-    """A survivor dies here."""
 
 
 def nothing() -> None:
@@ -44,9 +40,6 @@ def nothing() -> None:
 def state_of(step: int) -> dict[str, Any]:
     """The state of a step, which no other step has."""
     return {"position": {"step": step}, "weights": torch.arange(WORDS, dtype=torch.int64) * step}
-
-
-SEAL = Seal()
 
 
 class Survivor:
@@ -86,7 +79,7 @@ class Survivor:
         if self.suspended:
             return
         duty, plan = self.rescue.duty(), self.rescue.plan
-        if isinstance(duty, Part):
+        if isinstance(duty, Assignment):
             assert plan is not None
             self.meet("write")
             try:
@@ -103,13 +96,13 @@ class Survivor:
         elif isinstance(duty, Plan):
             self.act(duty)
 
-    def after_chunk(self, part: Part) -> None:
+    def after_chunk(self, assignment: Assignment) -> None:
         self.meet("chunk")
-        self.rescue.check(part)
+        self.rescue.check(assignment)
 
     def act(self, plan: Plan) -> None:
         self.meet("commit")
-        if plan.parts:
+        if plan.assignments:
             try:
                 self.frozen().commit(plan.generation, plan.written)
             except CheckpointError as error:
@@ -123,45 +116,16 @@ class Survivor:
         self.stage.living.remove(self)
 
 
-class Stage:
-    """A rescue among `size` ranks."""
+class Stage(Rounds):
+    """The ranks have one checkpoint store."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder / "rescue", size
+        super().__init__(folder, size)
         self.store = CheckpointStore(folder / "checkpoints")
-        self.recorded: list[tuple[int, Plan]] = []
-        self.living: list[Survivor] = []
 
     def survivor(self, rank: int, step: int | None, saved: bool = False) -> Survivor:
         """A rank that has signed in, and said what it holds."""
         return Survivor(self, rank, step, saved).sign_in().announce()
-
-    def rounds(self, count: int = 1) -> None:
-        """Each living survivor does a round, and then what is to be done."""
-        for _ in range(count):
-            for one in list(self.living):
-                if one in self.living and not one.rescue.is_over:
-                    one.rescue.round()
-                    try:
-                        one.work()
-                    except Died:
-                        one.die()
-
-    def pass_s(self, seconds: float) -> None:
-        """This much time passes."""
-        self.rounds(round(seconds / self.living[0].rescue.round_s))
-
-    def end(self, within_s: float = 60.0) -> Plan:
-        """All living survivors leave in time; returns the plan that was recorded."""
-        for _ in range(round(within_s / self.living[0].rescue.round_s)):
-            if all(one.rescue.is_over for one in self.living):
-                break
-            self.rounds()
-        else:
-            raise AssertionError(f"{len(self.living)} survivors are still waiting after {within_s} s")
-        ranks = [one.rank for one in self.living]
-        assert self.recorded, f"the survivors {ranks} left, and none of them recorded the end"
-        return self.recorded[-1][1]
 
     def saved(self) -> list[int]:
         """The steps whose checkpoints are there; each holds exactly the state of its step."""
@@ -173,9 +137,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
-    monkeypatch.setattr(files, "STRIPE_BYTES", 1024)  # a stripe for each rank
-    monkeypatch.setattr(disk, "SHORTEST_ROUND_S", 0.25)  # fewer rounds in a minute
-    monkeypatch.setattr(rescue_module, "monotonic", lambda: 0.0)  # however long they take here
+    set_clock(monkeypatch)
     yield lambda size: Stage(tmp_path, size)
 
 
@@ -188,10 +150,6 @@ def test_a_rank_that_is_killed_in_the_rescue_is_named(stage: Callable[[int], Sta
     assert leader.rescue.missing(plan) == [2]
     gone_file(here.folder, 1).write_text("-9")
     assert leader.rescue.missing(plan) == [1, 2]
-
-
-def dies() -> None:
-    raise Died
 
 
 def test_all_that_hold_the_step_write_a_stripe(stage: Callable[[int], Stage]) -> None:
