@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laststep import compat
@@ -207,30 +206,6 @@ def test_skipping_by_a_flag() -> None:
     weight.grad, fused.found_inf = torch.ones(3), torch.ones(())  # type: ignore[attr-defined]
     fused.step()
     assert torch.equal(weight, torch.ones(3))
-
-
-def test_kernels_of_fused_optimizers() -> None:
-    """What torch's step() passes to its kernels; tests/optim/test_fast_step.py has the bits."""
-    weight, state = torch.ones(3), {name: torch.zeros(3) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
-    settings = torch.optim.SGD([weight], lr=1.0, momentum=0.5, fused=True).param_groups[0]
-    kernels.fused_sgd(settings, [weight], [torch.ones(3)], [state], None)
-    assert torch.equal(weight, torch.zeros(3)) and torch.equal(state["momentum_buffer"], torch.ones(3))
-    state["step"] = torch.zeros(())
-    settings = torch.optim.AdamW([weight], fused=True).param_groups[0]
-    kernels.fused_adam(settings, [weight], [torch.ones(3)], [state], torch.ones(()))
-    assert torch.equal(weight, torch.zeros(3)) and not state["step"], "found_inf leaves the step out"
-
-
-def test_hooks_of_steps() -> None:
-    """A step with hooks is torch's."""
-    one, other = (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
-    handle = one.register_step_pre_hook(lambda *_: None)
-    assert kernels.has_step_hooks(one) and not kernels.has_step_hooks(other)
-    handle.remove()
-    handle = register_optimizer_step_pre_hook(lambda *_: None)
-    assert kernels.has_step_hooks(one) and kernels.has_step_hooks(other)
-    handle.remove()
-    assert not kernels.has_step_hooks(one)
 
 
 def test_states_of_generators() -> None:
@@ -553,14 +528,6 @@ def test_fsdp2_and_the_memory_of_shards() -> None:
             shard.to_local().detach().add_(torch.eye(3))
     finally:
         dist.destroy_process_group()
-
-
-def test_recording_of_gradients() -> None:
-    """An update is not part of the graph."""
-    kernels.set_grad_enabled(False)
-    recorded = torch.is_grad_enabled()
-    kernels.set_grad_enabled(True)
-    assert (recorded, torch.is_grad_enabled()) == (False, True)
 
 
 # --- CUDA's driver

@@ -19,7 +19,7 @@ from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.compat import compiler
+from laststep.compat import compiler, kernels
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
@@ -42,7 +42,6 @@ from laststep.loops.snapshot import (
     is_dense,
 )
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
-from laststep.optim.fast_step import FastStep
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
@@ -90,7 +89,6 @@ class Learner:
         self.optimizer, self.sorted = take_made(task.optimizer(self.model), self.model, config.task)
         self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
-        self._step = FastStep(self.optimizer)
         self.rates = LearningRates(task, self.optimizer, total_steps)
         self._rates_now: list[float] = []  # of the step under way
         self.dtype = PRECISION[config.train.precision]
@@ -150,7 +148,7 @@ class Learner:
         nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else self._step()
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else kernels.step(self.optimizer)
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
