@@ -37,7 +37,7 @@ PARTS = {
         f"laststep.loops.snapshot:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),
     "order": ("laststep.data.loader:TrainBatchKeys.counts", "laststep.data.order:Order.count"),
-    "random seeds": ("laststep.data.order:Generators.seed", "laststep.data.order:Generators.check"),
+    "random seeds": ("laststep.loops.learner:seed_generators",),
     "learning rate": ("laststep.loops.learner:LearningRates.at",),
     "model's buffers": ("laststep.loops.snapshot:Buffers.broadcast", "laststep.loops.snapshot:Buffers.commit"),
 }

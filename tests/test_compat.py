@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from laststep import compat
 from laststep.compat import compiler as compat_compiler
-from laststep.compat import cuda_driver, generator_state, kernels
+from laststep.compat import cuda_driver, kernels
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
@@ -206,13 +206,6 @@ def test_skipping_by_a_flag() -> None:
     weight.grad, fused.found_inf = torch.ones(3), torch.ones(())  # type: ignore[attr-defined]
     fused.step()
     assert torch.equal(weight, torch.ones(3))
-
-
-def test_states_of_generators() -> None:
-    """Where there is none, every step seeds both generators, which takes time. tests/data/test_generators.py has the
-    rest."""
-    assert generator_state.python_mark() is not None, "random.Random keeps its state elsewhere"
-    assert generator_state.numpy_mark() is not None, "NumPy's MT19937 keeps its state elsewhere"
 
 
 def test_trees() -> None:
