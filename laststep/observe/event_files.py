@@ -169,5 +169,5 @@ def _end(at: float) -> bytes:
 
 def _record(tag: str, data: Any, at: float) -> bytes:
     parts = hparams_parts()
-    value = parts.Summary.Value(tag=tag, metadata=parts.metadata(data), tensor=parts.nothing)
-    return framed(parts.Event(wall_time=at, summary=parts.Summary(value=[value])))
+    value = Summary.Value(tag=tag, metadata=parts.metadata(data), tensor=parts.nothing)
+    return framed(Event(wall_time=at, summary=Summary(value=[value])))
