@@ -28,7 +28,7 @@ PARTS = {
     "backward, with the all-reduce": ("torch:Tensor.backward", "laststep.loops.learner:Learner._backward"),
     "update": (
         *("torch.optim:SGD.step", "torch.optim:SGD.zero_grad"),
-        *("laststep.optim.fast_step:FastStep.__call__", "laststep.loops.learner:clear_gradients"),
+        *("laststep.compat.kernels:step", "laststep.loops.learner:clear_gradients"),
     ),
     "whether the gradient is finite": ("laststep.loops.gradients:Replicated.measure",),
     "readback and metrics lines": ("laststep.loops.engine:Engine.step_done",),
@@ -37,7 +37,7 @@ PARTS = {
         f"laststep.loops.snapshot:Ring.{name}" for name in ("begin_work", "end_work", "begin_update", "end_update")
     ),
     "order": ("laststep.data.loader:TrainBatchKeys.counts", "laststep.data.order:Order.count"),
-    "random seeds": ("laststep.data.order:Generators.seed", "laststep.data.order:Generators.check"),
+    "random seeds": ("laststep.loops.learner:seed_generators",),
     "learning rate": ("laststep.loops.learner:LearningRates.at",),
     "model's buffers": ("laststep.loops.snapshot:Buffers.broadcast", "laststep.loops.snapshot:Buffers.commit"),
 }

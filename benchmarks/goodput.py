@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._goodput import Conditions, goodput, lost_s
 from benchmarks._measure import Check, Ranks, conclude, ended, new_run
-from laststep.checkpoint.interval import Conditions, goodput, lost_s
 from laststep.checkpoint.store import CheckpointStore
 from laststep.records.attempts import ended_attempts
 from laststep.records.metrics import read_lines

@@ -350,8 +350,6 @@ def lightning(barebones: bool = False) -> None:
 class Perceptron(Task):
     """The same training under Laststep, which `start` starts as a user would."""
 
-    draws = ()
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """The same data; validation runs once, after the last step."""
         features, labels = _data()

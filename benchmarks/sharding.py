@@ -157,8 +157,6 @@ def _train(way: str, workload: str, ranks: int, folder: Path, env: dict[str, str
 class Windows(Task):
     """Laststep's part: the same model, data and loss."""
 
-    draws = ()
-
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Random tokens; validation runs once, after the last step."""
         windows = _windows()

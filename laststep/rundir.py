@@ -14,6 +14,15 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
 
 
+def fsync(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, survive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class RunDir:
     """The folder of one run. No other code builds a path inside a run folder by hand."""
 

@@ -73,9 +73,6 @@ class Task:
     the same numbers.
     """
 
-    # The modules besides torch from whose global generators `step` and what it calls may draw. Seeding these two takes
-    # some 10 us of each step; `draws = ()` saves that. A draw that is left out here ends the run with an error.
-    draws: Collection[str] = ("random", "numpy")
     # A dataclass of yours: the type of `args`. Then a wrong name, a wrong type or a missing value is refused as the run
     # is submitted. None: `args` has an attribute for each key that is set.
     settings: type | None = None

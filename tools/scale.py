@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._goodput import Conditions, goodput
 from laststep.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
 from laststep.checkpoint.files import READ_BYTES, stripe_count
-from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput
+from laststep.checkpoint.interval import NODE_MTBF_S, best_interval
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
 from laststep.ranks.disk import ROUND_S_PER_RANK, SHORTEST_ROUND_S

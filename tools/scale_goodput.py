@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, best_interval, goodput, lost_s
+from benchmarks._goodput import Conditions, goodput, lost_s
+from laststep.checkpoint.interval import NODE_MTBF_S, best_interval
 
 REQUEUE_DELAY_S = 121.0  # Slurm's default before a requeued job may start again: cred_expire, and a second
 

@@ -122,7 +122,7 @@ def shell_is_gone(blamed: Sequence[str]) -> bool:
 
 def print_hint(state: AttemptState, error: str) -> None:
     """Print the most likely cause of an error and what to try, if anything is known about it."""
-    buffer_bytes = state.engine.saves.buffer_bytes if state.engine else 0
+    buffer_bytes = state.engine.saves.writer.buffer_bytes if state.engine else 0
     if hint := likely_cause(error, state.config, state.world, buffer_bytes):
         say(hint)
 

@@ -28,14 +28,13 @@ from laststep.checkpoint.store import (
     CheckpointGone,
     CheckpointStore,
     Manifest,
-    fsync,
     ranked,
 )
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
 from laststep.config.ranking import Ranking
 from laststep.records.metrics import VALIDATED
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, aside, fsync
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -66,13 +66,12 @@ class FileEntry(TypedDict):
 
 def verify_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Read these files and compare them with their hashes. Raises CheckpointError."""
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for _ in pool.map(lambda name: _verify(folder, name, entries[name]), entries):
-            pass
+    for error in damaged_files(folder, entries).values():
+        raise error
 
 
 def damaged_files(
-    folder: Path, entries: Mapping[str, FileEntry], advance: Callable[[], None]
+    folder: Path, entries: Mapping[str, FileEntry], advance: Callable[[], None] = lambda: None
 ) -> dict[str, CheckpointError]:
     """Read these files and compare them with their hashes; returns why a file is not as it should be, by its name.
     Calls `advance` like `read_files`."""
@@ -123,7 +122,7 @@ def disk_errors_explained(name: str) -> Iterator[None]:
         raise CheckpointUnreadable(name, error) from error
 
 
-def _verify(folder: Path, name: str, entry: FileEntry, advance: Callable[[], None] = lambda: None) -> None:
+def _verify(folder: Path, name: str, entry: FileEntry, advance: Callable[[], None]) -> None:
     with disk_errors_explained(name):
         found = _hash(folder / name, advance)
     _check(name, entry, found["sha256"])
@@ -185,16 +184,13 @@ def await_files(work: Mapping[str, Future[None]]) -> dict[str, CheckpointError]:
     # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
     while not all(future.done() for future in work.values()):
         time.sleep(POLL_S)
-    return {name: error for name, future in work.items() if (error := _error_of(future)) is not None}
-
-
-def _error_of(read: Future[None]) -> CheckpointError | None:
-    """Why a file is damaged or cannot be read. Raises any error that says nothing about the file."""
-    try:
-        read.result()
-    except CheckpointError as error:
-        return error
-    return None
+    errors: dict[str, CheckpointError] = {}
+    for name, future in work.items():
+        try:
+            future.result()  # raises any error that says nothing about the file
+        except CheckpointError as error:
+            errors[name] = error
+    return errors
 
 
 class Stripe(NamedTuple):

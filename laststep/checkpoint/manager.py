@@ -30,7 +30,6 @@ from laststep.observe.progress import Progress
 from laststep.ranks.group import Group, PeerLost
 from laststep.ranks.process import run_time
 from laststep.ranks.watchdog import Watchdog
-from laststep.ranks.world import ShardPlace
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
@@ -64,7 +63,7 @@ class CheckpointManager:
         self._ranking = Ranking.parse(settings.best_by)
         self._store = store
         self._opaque: OpaqueFiles | None = None
-        self._writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
+        self.writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
         self._metrics = metrics
         self._progress = progress
         self._watch = watch
@@ -92,19 +91,6 @@ class CheckpointManager:
 
         self._opaque = OpaqueFiles(write, self._group, self._check_alive, note_activity)
 
-    def hold(self, place: ShardPlace) -> None:
-        """From now on this rank holds that shard of the state; before, and by default, all of it."""
-        self._writer.hold(place)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """How much host memory this rank keeps for its saves."""
-        return self._writer.buffer_bytes
-
-    def prepare(self, state: dict[str, Any]) -> None:
-        """Make what a save of such a state needs, in the background."""
-        self._writer.prepare(state)
-
     def start_save(self, position: Position, info: CheckpointInfo, state: dict[str, Any]) -> None:
         """Start to save `state` in the background, unless there is a checkpoint of this position already.
 
@@ -116,12 +102,12 @@ class CheckpointManager:
         self.wait()
         if not self.saved.same_moment(position):
             self._began, writing = time.monotonic(), time.perf_counter()
-            opaque = self._opaque.save(self._writer.next_folder(info.step)) if self._opaque else None
+            opaque = self._opaque.save(self.writer.next_folder(info.step)) if self._opaque else None
             self._started.clear()
             self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
             try:
-                self._writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+                self.writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
             except BaseException:
                 self.saving = None
                 raise
@@ -138,7 +124,7 @@ class CheckpointManager:
         began = time.perf_counter()
         until = float("inf") if timeout_s is None else run_time() + timeout_s
         while self.saving is not None and not self._has_ended(0.5) and run_time() < until:
-            self._check_alive(self._writer.missing_ranks)
+            self._check_alive(self.writer.missing_ranks)
         self.stalled_s += time.perf_counter() - began
         self.poll()
 
@@ -155,8 +141,8 @@ class CheckpointManager:
                 self._auto.add_steps(*self._progress.since_restart(), saving=self.saving is not None)
             if self.saving is None or not self._has_ended(0):
                 return
-            saving, error = self.saving, self._writer.error
-            self._has_room = self._writer.freed > 0
+            saving, error = self.saving, self.writer.error
+            self._has_room = self.writer.freed > 0
             if error is None:
                 self._failed = 0
                 self.saved = saving
@@ -178,7 +164,7 @@ class CheckpointManager:
     def _what_follows(self) -> str:
         """What is done about a failed save."""
         if self._has_room:
-            return f"older checkpoints, {self._writer.freed / 1e6:,.0f} MB, were deleted to make room for another try"
+            return f"older checkpoints, {self.writer.freed / 1e6:,.0f} MB, were deleted to make room for another try"
         if self.last or self._stopping():
             return "it is tried again until the grace period ends" if self._stopping() else "it is tried again"
         return "training continues, the save will be retried"
@@ -186,7 +172,7 @@ class CheckpointManager:
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether the save in progress has ended. While the thread that trains still copies the state for it, the
         writer says only how the one before has ended."""
-        return self._started.wait(timeout_s) and self._writer.wait(timeout_s)
+        return self._started.wait(timeout_s) and self.writer.wait(timeout_s)
 
     def would_be_best(self, metrics: Mapping[str, float | None]) -> bool:
         """Whether a checkpoint with these metrics would be one of the best. Reads the manifests of the others."""
@@ -220,7 +206,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """End the writer and the metrics, which it syncs; no save can be started any more."""
-        self._writer.close()
+        self.writer.close()
         self._metrics.close()
 
 

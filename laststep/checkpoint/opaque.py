@@ -7,7 +7,8 @@ One save goes like this:
        All ranks write there together, and may run any collectives.
     2. When every rank is done, the lowest rank of each node lists the folder. A network file system may show a node an
        old list, but never one without that node's own files, so the lists together are complete.
-    3. Rank 0 shares the files out: each is hashed by a rank on a node that has seen it, about as many bytes by each.
+    3. From the lists all ranks compute the same shares: each file is hashed by a rank on a node that has seen it, about
+       as many bytes by each.
     4. The files are ordinary files of the checkpoint from then on: the writer's threads hash and fsync them while
        training continues, and rank 0 commits them with the rest, see `laststep.checkpoint.writer`.
 
@@ -18,7 +19,6 @@ The ranks communicate through their key-value store, with these keys under "opaq
 
     <n>/saved/<rank>    there once the framework's code has returned on that rank
     <n>/list/<rank>     what the lowest rank of a node has found: a `_Listing` as JSON
-    <n>/share/<rank>    what this rank is to hash: a `_Listing` as JSON, too
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from laststep.checkpoint.files import FileEntry, hash_files
-from laststep.checkpoint.store import OPAQUE, fsync
+from laststep.checkpoint.store import OPAQUE
 from laststep.config.errors import ConfigError
 from laststep.ranks.group import Group
 from laststep.ranks.meeting import with_prefix
+from laststep.rundir import fsync
 
 LOOK_S = 2.0  # between two looks at what a framework has written so far
 LONGEST_POLL_S = 0.1  # between two looks at the key-value store
@@ -112,15 +113,8 @@ class OpaqueFiles:
             self._await(f"{number}/saved", range(len(self._hosts)))
             self._keys.set(f"{number}/list/{self._rank}", json.dumps(_listing(folder)))
             self._keys.delete_key(f"{number - 1}/list/{self._rank}")
-        if self._rank == 0:
-            lists: list[_Listing] = [json.loads(text) for text in self._await(f"{number}/list", leaders)]
-            for rank, share in enumerate(_shares(lists, leaders, self._hosts)):
-                self._keys.set(f"{number}/share/{rank}", json.dumps(share))
-        own: _Listing = json.loads(self._await(f"{number}/share", [self._rank])[0])
-        self._keys.delete_key(f"{number}/share/{self._rank}")
-        if own["error"] is not None:
-            raise ConfigError(own["error"])
-        return list(own["files"])
+        lists: list[_Listing] = [json.loads(text) for text in self._await(f"{number}/list", leaders)]
+        return _shares(lists, leaders, self._hosts)[self._rank]
 
     def _await(self, name: str, ranks: Iterable[int]) -> list[bytes]:
         """The values of the keys of these ranks, as soon as all have one. Raises PeerLost."""
@@ -165,15 +159,17 @@ def lowest_ranks(hosts: Sequence[str]) -> list[int]:
     return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
 
 
-def _shares(lists: Sequence[_Listing], leaders: Sequence[int], hosts: Sequence[str]) -> list[_Listing]:
-    """What each rank is to hash: a file that a node has seen, its ranks can read."""
+def _shares(lists: Sequence[_Listing], leaders: Sequence[int], hosts: Sequence[str]) -> list[list[str]]:
+    """What each rank is to hash: a file that a node has seen, its ranks can read. Raises ConfigError."""
     found = {name: size for each in lists for name, size in each["files"].items()}
     error = next((each["error"] for each in lists if each["error"] is not None), None)
     if error is None and not found:
         error = "run.checkpoint(): save(folder) has written nothing into its folder"
-    shares: list[_Listing] = [{"files": {}, "error": error} for _ in hosts]
+    if error is not None:
+        raise ConfigError(error)
+    shares: list[list[str]] = [[] for _ in hosts]
     loads = [(0, rank) for rank in range(len(hosts))]  # a heap
-    for name in () if error else sorted(found, key=lambda name: (-found[name], name)):
+    for name in sorted(found, key=lambda name: (-found[name], name)):
         seen_on = {hosts[leader] for leader, each in zip(leaders, lists) if name in each["files"]}
         others = []
         while hosts[loads[0][1]] not in seen_on:
@@ -182,7 +178,7 @@ def _shares(lists: Sequence[_Listing], leaders: Sequence[int], hosts: Sequence[s
         heapq.heapreplace(loads, (load + found[name], rank))
         for other in others:
             heapq.heappush(loads, other)
-        shares[rank]["files"][name] = found[name]
+        shares[rank].append(name)
     return shares
 
 

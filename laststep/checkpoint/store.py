@@ -56,7 +56,7 @@ from laststep.config.ranking import Ranking
 from laststep.ranks.disk import MARK, look_anew
 from laststep.records import progress
 from laststep.records.attempts import recorded_step
-from laststep.rundir import RunDir
+from laststep.rundir import RunDir, fsync
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
@@ -384,15 +384,6 @@ def ranked(manifests: Mapping[int, Manifest], ranking: Ranking) -> list[int]:
 def folder_name(step: int) -> str:
     """The folder of the checkpoint of a step."""
     return f"step_{step:09d}"
-
-
-def fsync(path: Path) -> None:
-    """Make a file's contents, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def syncs_names(file: Path) -> bool:

@@ -50,12 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint.files import (
-    CheckpointError,
-    FileEntry,
-    own_stripe,
-    stripe_count,
-)
+from laststep.checkpoint.files import CheckpointError, FileEntry, Stripe, own_stripe, stripe_count
 from laststep.checkpoint.opaque import Share
 from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.store import (
@@ -65,13 +60,13 @@ from laststep.checkpoint.store import (
     STRUCTURE,
     CheckpointStore,
     Manifest,
-    fsync,
     shard_name,
     syncs_names,
 )
 from laststep.config.ranking import Ranking
 from laststep.ranks.meeting import with_prefix
 from laststep.ranks.world import ShardPlace
+from laststep.rundir import fsync
 
 # Bytes hashed and written at a time. `close` can interrupt a write after each of them, and a `FrozenState` needs a
 # buffer of this size instead of one as large as the state.
@@ -134,12 +129,14 @@ class CheckpointWriter:
         device: torch.device,
         place: ShardPlace | None = None,
     ) -> None:
-        """`place` says which shard of the state this rank holds; by default it holds all of the state."""
+        """By default this rank holds all of the state."""
         self.error: CheckpointError | None = None  # why the last save that ended was not committed
         self.freed = 0  # bytes that older checkpoints had, which were deleted because that save found the disk full
         self.missing_ranks: list[int] = []  # on rank 0, while it waits: the ranks that have not reported yet
         self._store, self._rank, self._size = store, rank, size
-        self._copier = PartCopier(place or ShardPlace(0, 1, rank, size), device)
+        self.place = place or ShardPlace(0, 1, rank, size)  # which shard of the state this rank holds
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # that every save copies this rank's stripe into
         # A TCPStore client serves one caller at a time, so the thread needs its own connection.
         self._keys = with_prefix("save", keys.clone())
         if rank == 0:
@@ -155,21 +152,20 @@ class CheckpointWriter:
 
     # In the training loop's thread
 
-    def hold(self, place: ShardPlace) -> None:
-        """From now on this rank holds that shard of the state."""
-        self._copier.place = place
-
     @property
     def buffer_bytes(self) -> int:
         """The size of the buffer that stripes are copied into."""
-        return self._copier.buffer_bytes
+        return self._buffer.numel()
 
     def prepare(self, state: Any) -> None:
         """Have the thread make the buffer for this rank's stripe of `state`, or of another state of that size, so that
-        the first save need not. A save that comes earlier waits for it."""
-        if self._idle.is_set() and (count := self._copier.part_bytes(state)):
+        the first save need not: one of 12 GB, which is pinned for a GPU, takes seconds. A save that comes earlier waits
+        for it."""
+        packed = Packed(state, self.place)
+        start, stop = (0, 0) if (stripe := self._stripe(packed)) is None else stripe.bounds(packed.bytes)
+        if self._idle.is_set() and start < stop:
             self._idle.clear()
-            self._jobs.put(count)
+            self._jobs.put(stop - start)
 
     def next_folder(self, step: int) -> Path:
         """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
@@ -197,12 +193,35 @@ class CheckpointWriter:
         self._idle.wait()
         # In a separate method, so that no tensor used for copying remains here, to be freed once the writer's thread
         # has work: freeing it would give that thread Python's lock for a long time.
-        part = self._copier.copy(state)
+        part = self._copy(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
         job = _SaveJob(self._number, info, part, opaque, before_commit, keep_last, keep_best, ranking)
         self._idle.clear()
         self._jobs.put(job)
+
+    def _stripe(self, packed: Packed) -> Stripe | None:
+        """What this rank writes of its shard."""
+        return own_stripe(packed.most_bytes, self.place.replica, self.place.replicas)
+
+    def _copy(self, state: Any) -> Part:
+        """This rank's part of `state`, valid until the next call."""
+        place, packed = self.place, Packed(state, self.place)
+        files = stripe_count(packed.most_bytes, place.replicas)  # of each shard
+        sharding = [files] * place.shards if place.shards > 1 else []
+        stripe = self._stripe(packed)
+        if stripe is None:
+            return Part(packed.structure, sharding, None, memoryview(b""))
+        start, stop = stripe.bounds(packed.bytes)
+        self._reserve(stop - start)
+        data = self._buffer[: stop - start]
+        packed.copy(start, stop, data)
+        name = shard_name(place.shard * files + stripe.number, place.shards * files)
+        return Part(packed.structure, sharding, name, data.numpy().data)
+
+    def _reserve(self, count: int) -> None:
+        if self._buffer.numel() < count:
+            self._buffer = reusable_buffer(count, self._device)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the last save has ended, successfully or not (see `error`). False if it has not within
@@ -223,7 +242,7 @@ class CheckpointWriter:
             try:
                 if isinstance(job, int):
                     with suppress(Exception):  # then the first save tries it, and reports the error
-                        self._copier.reserve(job)
+                        self._reserve(job)
                 else:
                     self._save(job)
             finally:
@@ -237,7 +256,7 @@ class CheckpointWriter:
             tag = f"{self._token}-{job.number}"
             self._write_part(job, tag)
             if self._rank == 0:
-                self._keys.set(f"{job.number}/result", json.dumps(self._try_to_commit(job, tag)))
+                self._keys.set(f"{job.number}/result", json.dumps(self._commit(job, tag)))
             result: _Result = json.loads(self._await_key(f"{job.number}/result"))
             error = CheckpointError(result["error"]) if result["error"] is not None else None
             freed = result["freed"]
@@ -265,47 +284,35 @@ class CheckpointWriter:
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
 
-    def _try_to_commit(self, job: _SaveJob, tag: str) -> _Result:
-        """The same as `_commit`, but any error is a result: the other ranks wait for one."""
+    def _commit(self, job: _SaveJob, tag: str) -> _Result:
+        """On rank 0: wait for all ranks, then commit what they wrote. Any error is a result: the others wait for one.
+        On a full disk room is made for another try."""
+        step, writing = job.info.step, self._store.writing_folder(job.info.step, tag)
         try:
-            return self._commit(job, tag)
-        except _WriterClosed:  # theirs are closed, too
+            reports = self._await_reports(job.number)
+            # Every rank has reported on this save, so it has read the result of the previous one.
+            self._keys.delete_key(f"{job.number - 1}/result")
+            errors = [report["error"] for report in reports if report["error"] is not None]
+            if not errors:
+                files = {name: entry for report in reports for name, entry in report["files"].items()}
+                self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
+                with suppress(OSError):  # what could not be deleted now is deleted after the next save
+                    self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
+                return {"error": None, "freed": 0}
+            error, full = str(self._store.write_error(step, errors[0])), any(report["full"] for report in reports)
+        except _WriterClosed:  # those of the others are closed, too
+            self._store.discard(writing)
             raise
+        except CheckpointError as refused:  # by the disk, in the commit
+            error, full = str(refused), _is_full(refused.__cause__)
         except Exception as cause:
-            self._store.discard(self._store.writing_folder(job.info.step, tag))
-            return self._failed(job, str(self._store.write_error(job.info.step, reason_of(cause))), _is_full(cause))
-
-    def _failed(self, job: _SaveJob, error: str, full: bool) -> _Result:
-        """The result of a save that was not committed. On a full disk it makes room first."""
+            error, full = str(self._store.write_error(step, reason_of(cause))), _is_full(cause)
+        self._store.discard(writing)
         freed = 0
         if full:
             with suppress(OSError):
                 freed = self._store.make_room(job.keep_best, job.ranking)
         return {"error": error, "freed": freed}
-
-    def _commit(self, job: _SaveJob, tag: str) -> _Result:
-        """On rank 0: wait for all ranks, then commit what they wrote."""
-        step, writing = job.info.step, self._store.writing_folder(job.info.step, tag)
-        try:
-            reports = self._await_reports(job.number)
-        except _WriterClosed:
-            self._store.discard(writing)
-            raise
-        # Every rank has reported on this save, so it has read the result of the previous one.
-        self._keys.delete_key(f"{job.number - 1}/result")
-        errors = [report["error"] for report in reports if report["error"] is not None]
-        if errors:
-            self._store.discard(writing)
-            full = any(report["full"] for report in reports)
-            return self._failed(job, str(self._store.write_error(step, errors[0])), full)
-        files = {name: entry for report in reports for name, entry in report["files"].items()}
-        try:
-            self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
-        except CheckpointError as error:
-            return self._failed(job, str(error), _is_full(error.__cause__))
-        with suppress(OSError):  # what could not be deleted now is deleted after the next save
-            self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
-        return {"error": None, "freed": 0}
 
     def _await_reports(self, number: int) -> list[_PartReport]:
         """The reports of all ranks on a save, in rank order. When this returns no rank is writing any more."""
@@ -406,47 +413,6 @@ class Part(NamedTuple):
     sharding: list[int]  # see `Manifest`
     file: str | None  # for the stripe, if this rank writes one
     data: memoryview  # its bytes
-
-
-class PartCopier:
-    """Copies this rank's part into a buffer that is used again by every save."""
-
-    def __init__(self, place: ShardPlace, device: torch.device) -> None:
-        self.place, self._device = place, device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The size of the buffer so far."""
-        return self._buffer.numel()
-
-    def part_bytes(self, state: Any) -> int:
-        """The size of this rank's part of `state`."""
-        packed, place = Packed(state, self.place), self.place
-        stripe = own_stripe(packed.most_bytes, place.replica, place.replicas)
-        start, stop = (0, 0) if stripe is None else stripe.bounds(packed.bytes)
-        return stop - start
-
-    def reserve(self, count: int) -> None:
-        """Have a buffer for a part of this size. One of 12 GB, which is pinned for a GPU, takes seconds."""
-        if self._buffer.numel() < count:
-            self._buffer = reusable_buffer(count, self._device)
-
-    def copy(self, state: Any) -> Part:
-        """This rank's part of `state`, valid until the next call."""
-        place = self.place
-        packed = Packed(state, place)
-        files = stripe_count(packed.most_bytes, place.replicas)  # of each shard
-        sharding = [files] * place.shards if place.shards > 1 else []
-        stripe = own_stripe(packed.most_bytes, place.replica, place.replicas)
-        if stripe is None:
-            return Part(packed.structure, sharding, None, memoryview(b""))
-        start, stop = stripe.bounds(packed.bytes)
-        self.reserve(stop - start)
-        data = self._buffer[: stop - start]
-        packed.copy(start, stop, data)
-        name = shard_name(place.shard * files + stripe.number, place.shards * files)
-        return Part(packed.structure, sharding, name, data.numpy().data)
 
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device (CUDA Runtime API, section 6.11)

@@ -11,7 +11,7 @@ from laststep.cli.parsers import Parser, add_run
 from laststep.config.errors import ConfigError
 from laststep.ranks.slurm import SlurmError, is_job_id, scontrol
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt
-from laststep.records.metrics import first_step_since
+from laststep.records.metrics import StepLine, steps_from
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_status import StatusReader, records_of
@@ -48,7 +48,12 @@ def run(args: argparse.Namespace) -> int:
         _print(f"stopped ({ended['reason']}) after step {ended['end_step']}", ended["end"] - began)
         restarted = _wait_for(folder, lambda records: records[before] if len(records) > before else None)
         _print(f"restarted on {', '.join(restarted['hosts'])}", restarted["start"] - ended["end"])
-        first = _wait_for(folder, lambda records: first_step_since(folder.metrics, restarted["start"]))
+        since, after = restarted["start"], restarted["start_step"]
+
+        def first_step(_: object) -> StepLine | None:
+            return next((line for line in steps_from(folder.metrics, after + 1) if line["time"] >= since), None)
+
+        first = _wait_for(folder, first_step)
         _print(f"did step {first['step']}", first["time"] - restarted["start"])
     except SlurmError as error:
         note(f"error: {folder.name}: {error}")

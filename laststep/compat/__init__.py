@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import argparse
@@ -105,33 +105,21 @@ def step_hostnames() -> list[str]:
 # --- TensorBoard
 
 
-class EventFileParts(NamedTuple):
-    """What writes TensorBoard's event files without tensorflow. EventFileWriter imports tensorflow where it exists."""
-
-    Event: Any
-    SessionLog: Any
-    Summary: Any
-    RecordWriter: Any
-
-
-def event_file_parts() -> EventFileParts:
-    """Import TensorBoard's protocol buffers and its record writer."""
+def event_file_parts() -> tuple[Any, Any, Any, Any]:
+    """Event, SessionLog, Summary and RecordWriter: what writes TensorBoard's event files without tensorflow, which
+    EventFileWriter imports where it exists."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    return EventFileParts(Event, SessionLog, Summary, RecordWriter)
+    return Event, SessionLog, Summary, RecordWriter
 
 
 def hparams_parts() -> SimpleNamespace:
     """What describes a run to TensorBoard's tab HPARAMS without tensorflow, which the plugin's own writer imports."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     return SimpleNamespace(
-        Event=Event,
-        Summary=Summary,
         PluginData=plugin_data_pb2.HParamsPluginData,
         SessionStartInfo=plugin_data_pb2.SessionStartInfo,
         SessionEndInfo=plugin_data_pb2.SessionEndInfo,

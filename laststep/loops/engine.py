@@ -230,7 +230,7 @@ class Engine:
     def hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank holds, and saves, this shard of the state."""
         self.place = place
-        self.saves.hold(place)
+        self.saves.writer.place = place
 
     def take_position(self, position: Position) -> None:
         """Resume at this position."""
@@ -309,7 +309,7 @@ class Engine:
             if not self.reads_one_step_late:
                 self._collect_measured()
         if step == self.first_step:  # from now on the optimiser has all of its state
-            self.saves.prepare(self._checkpoint_state())
+            self.saves.writer.prepare(self._checkpoint_state())
             self.startup.done("first step")
             self.progress.say(f"first step after {self.startup}")
             self.tensorboard.start()

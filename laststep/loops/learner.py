@@ -19,12 +19,12 @@ from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.compat import compiler
+from laststep.compat import compiler, kernels
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
-from laststep.data.order import Generators, Order, nth_seed, seed_generators, seed_of
+from laststep.data.order import Order, nth_seed, seed_generators, seed_of
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
 from laststep.loops.registered import FingerprintedState
 from laststep.loops.shares import shares_of
@@ -42,7 +42,6 @@ from laststep.loops.snapshot import (
     is_dense,
 )
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
-from laststep.optim.fast_step import FastStep
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
@@ -74,7 +73,6 @@ class Learner:
         )
         self._ring = ring
 
-        self._generators = Generators(task.draws, self.device, config.task)
         seed_generators(seed_of("model", config.seed), self.device)
         self.place = shard_place(config.train.sharding, group.world)
         self.model, self.average = prepare_model(task, config, group, self.place)
@@ -90,7 +88,6 @@ class Learner:
         self.optimizer, self.sorted = take_made(task.optimizer(self.model), self.model, config.task)
         self.gradients.adopt(self.optimizer, config.task)
         fill_momentum(self.optimizer)
-        self._step = FastStep(self.optimizer)
         self.rates = LearningRates(task, self.optimizer, total_steps)
         self._rates_now: list[float] = []  # of the step under way
         self.dtype = PRECISION[config.train.precision]
@@ -107,7 +104,7 @@ class Learner:
         waits_in_forward, share_sum = self.gradients.waits_in_forward, self.gradients.share_sum
         for share, seed in enumerate(self._seeds):
             of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
-            self._generators.seed(nth_seed(seed, step))
+            seed_generators(nth_seed(seed, step), self.device)
             if share == 0:
                 self._rates_now = self.rates.at(step)
             else:
@@ -126,7 +123,6 @@ class Learner:
                         share_sum.end_share(share)
                     self._backward(loss if weight == 1 else loss * weight)
                     share_sum.end_backward()
-        self._generators.check()
         if self._ring is not None and self.keeps_inputs:
             self._ring.await_newest()  # before the gradients of this step replace its own
         self.task_state.capture()
@@ -150,7 +146,7 @@ class Learner:
         nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else self._step()
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else kernels.step(self.optimizer)
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
@@ -167,7 +163,7 @@ class Learner:
         if names is not None and not count and not self.gradients.waits_in_forward:
             return torch.zeros(len(names), dtype=torch.float64, device=self.device)
         draw = "validate" if of == VAL else f"validate {of}"
-        self._generators.seed(seed_of(draw, self.config.seed, step, position, self.shares[share]))
+        seed_generators(seed_of(draw, self.config.seed, step, position, self.shares[share]), self.device)
         measured = self._measure(of, batch)
         values = torch.stack([measured[name].double() for name in self.measured[of]])
         return values * count if count else torch.zeros_like(values)
@@ -182,10 +178,9 @@ class Learner:
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         self.train(False)
         before = FingerprintedState(live)
-        self._generators.seed(seed_of("epoch end", self.config.seed, step))
+        seed_generators(seed_of("epoch end", self.config.seed, step), self.device)
         with torch.no_grad():
             yield self.model if self.average is None else self.average.module
-        self._generators.check()
         if not before.unchanged() or trained != [parameter.requires_grad for parameter in self.model.parameters()]:
             raise ConfigError(
                 f"task={self.config.task}: on_epoch_end(): it has changed the model, which only the steps may change"
@@ -232,7 +227,7 @@ class Learner:
         does not return what it must.
         """
         task = self.config.task
-        self._generators.seed(0)
+        seed_generators(0, self.device)
         self.train(True)
         for _ in range(2 if self.config.train.cuda_graphs else 1):  # torch records the second pass
             names = check_output(output := self._forward(self.gradients.parallel, batch, self.task.step), task)
@@ -248,7 +243,7 @@ class Learner:
         if val_batches:
             self.train(False)
             for of, val_batch in val_batches.items():
-                self._generators.seed(0)
+                seed_generators(0, self.device)
                 with torch.no_grad():
                     self._measure(of, val_batch)
             self.train(True)
@@ -342,7 +337,6 @@ class Learner:
         else:
             with torch.autocast(self.device.type, self.dtype):
                 measured = step(model, batch)
-        self._generators.check()
         return measured
 
     def _backward(self, loss: Tensor) -> None:

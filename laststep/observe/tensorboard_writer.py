@@ -166,19 +166,18 @@ class Point:
 
     def record(self) -> bytes:
         """Its bytes in an event file. The same point always has the same bytes."""
-        parts = event_file_parts()
-        values = [parts.Summary.Value(tag=tag, simple_value=value) for tag, value in self.values.items()]
-        return framed(parts.Event(wall_time=self.time, step=self.step, summary=parts.Summary(value=values)))
+        Event, _, Summary, _ = event_file_parts()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in self.values.items()]
+        return framed(Event(wall_time=self.time, step=self.step, summary=Summary(value=values)))
 
     def header(self) -> bytes:
         """The bytes that precede it when it is the first point of a file. On reading them, TensorBoard drops all points
         from this step on."""
         # The point of an epoch follows the point of its last step, which may be in the previous file and must stay.
         drop_from = self.step + 1 if self.ends_epoch else self.step
-        parts = event_file_parts()
-        log = parts.SessionLog(status=parts.SessionLog.START)
-        start = parts.Event(wall_time=self.time, step=drop_from, session_log=log)
-        return framed(parts.Event(wall_time=self.time, file_version="brain.Event:2")) + framed(start)
+        Event, SessionLog, _, _ = event_file_parts()
+        start = Event(wall_time=self.time, step=drop_from, session_log=SessionLog(status=SessionLog.START))
+        return framed(Event(wall_time=self.time, file_version="brain.Event:2")) + framed(start)
 
 
 class Points:
@@ -247,7 +246,8 @@ def _tag(name: str) -> str:
 def framed(event: Any) -> bytes:
     """The bytes of an event in a file."""
     buffer = io.BytesIO()
-    event_file_parts().RecordWriter(buffer).write(event.SerializeToString())
+    *_, RecordWriter = event_file_parts()
+    RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
 
 
@@ -296,6 +296,6 @@ def _end(at: float) -> bytes:
 
 
 def _record(tag: str, data: Any, at: float) -> bytes:
-    parts = hparams_parts()
-    value = parts.Summary.Value(tag=tag, metadata=parts.metadata(data), tensor=parts.nothing)
-    return framed(parts.Event(wall_time=at, summary=parts.Summary(value=[value])))
+    (Event, _, Summary, _), parts = event_file_parts(), hparams_parts()
+    value = Summary.Value(tag=tag, metadata=parts.metadata(data), tensor=parts.nothing)
+    return framed(Event(wall_time=at, summary=Summary(value=[value])))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-from laststep.rundir import aside
+from laststep.rundir import aside, fsync
 
 _TO_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-_COPY_BYTES = 1 << 20
 
 
 def append(path: Path, data: bytes) -> None:
@@ -70,7 +71,8 @@ def replace(path: Path, count: int, tail: bytes) -> int:
     file = os.open(temporary, _TO_APPEND | os.O_TRUNC, 0o666)
     try:
         if count or path.exists():
-            _copy(path, _length(path, count), file)
+            with os.fdopen(os.dup(file), "ab") as copy:
+                copy.writelines(_first_lines(path, count))
         write(file, tail)
         os.fsync(file)
         temporary.replace(path)
@@ -78,7 +80,7 @@ def replace(path: Path, count: int, tail: bytes) -> int:
         os.close(file)
         temporary.unlink(missing_ok=True)
         raise
-    _fsync_folder(path.parent)
+    fsync(path.parent)
     return file
 
 
@@ -96,33 +98,11 @@ def rewind(path: Path, count: int) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     file = open_file(path)
-    os.ftruncate(file, _length(path, count))
+    os.ftruncate(file, sum(map(len, _first_lines(path, count))))
     return file
 
 
-def _length(path: Path, count: int) -> int:
-    """The bytes of a file's first `count` lines."""
-    length = 0
-    with path.open("rb", buffering=0) as file:
-        while count and (chunk := file.read(_COPY_BYTES)):
-            if (lines := chunk.count(b"\n")) >= count:
-                return length + len(chunk) - len(chunk.split(b"\n", count)[count])
-            count -= lines
-            length += len(chunk)
-    return length
-
-
-def _copy(path: Path, length: int, target: int) -> None:
-    """Append the first `length` bytes of a file to an open file."""
-    with path.open("rb", buffering=0) as file:
-        while length and (chunk := file.read(min(length, _COPY_BYTES))):
-            write(target, chunk)
-            length -= len(chunk)
-
-
-def _fsync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _first_lines(path: Path, count: int) -> Iterator[bytes]:
+    """A file's first `count` lines."""
+    with path.open("rb") as file:
+        yield from islice(file, count)

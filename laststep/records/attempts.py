@@ -34,7 +34,7 @@ from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, r
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
 from laststep.records.submissions import read_submissions
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, aside, fsync
 
 
 def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:
@@ -333,11 +333,7 @@ def _add_record(run: RunDir, record: EndedAttempt) -> None:
 def _replace_attempts(run: RunDir, text: str) -> None:
     """Replace the whole of attempts.jsonl, so that it survives a power cut."""
     _write_temporary(run.attempts, text).replace(run.attempts)
-    folder = os.open(run.path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync(run.path)
 
 
 def _write_temporary(path: Path, text: str) -> Path:
@@ -372,18 +368,14 @@ RESERVE_BYTES = 256 << 10  # attempts.jsonl of some hundred attempts that failed
 
 def _keep_reserve(run: RunDir) -> None:
     """Hold room on the disk for the records of this attempt's end."""
+    temporary = aside(run.reserve)
     with contextlib.suppress(OSError):
         if not run.reserve.exists():
-            _write_reserve(run.reserve)
-
-
-def _write_reserve(path: Path) -> None:
-    temporary = aside(path)
-    try:
-        temporary.write_bytes(os.urandom(RESERVE_BYTES))  # random: some file systems compress
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            try:
+                temporary.write_bytes(os.urandom(RESERVE_BYTES))  # random: some file systems compress
+                temporary.rename(run.reserve)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 class Answer(NamedTuple):

@@ -9,7 +9,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypedDict, TypeGuard
 
@@ -21,7 +20,6 @@ TAIL = 4096  # bytes at the end of a file that hold its newest lines
 WRITE_EVERY_S = 0.1  # how soon a line is in the file
 MOST_REFUSED = 10  # times in a row; then it is no passing failure
 CLOSE_S = 2.0
-_NUMBERS = {int, float}
 VALIDATED = ("val_", "test_")  # how the names of what a validation has measured begin
 CLOCK = ("time", "samples_per_s", "tokens_per_s", "mfu")  # fields that another run of the same training has otherwise
 
@@ -91,7 +89,7 @@ class MetricsFile:
 
     def append(self, records: Iterable[Mapping[str, Any]], then: Callable[[], None] | None = None) -> None:
         """Add a line per record, soon also to the file; and `then`, in another thread, call that."""
-        lines = _lines(records)
+        lines = [json.dumps(record).encode() + b"\n" for record in records]
         with self._memory:
             self._lines_since += lines
             self.count += len(lines)
@@ -171,32 +169,6 @@ class MetricsFile:
             self._to_say = self._to_say[len(due) :]
         for then in due:
             then()
-
-
-def _lines(records: Iterable[Mapping[str, Any]]) -> list[bytes]:
-    """Records as json.dumps writes them. Those of finite numbers take a third of its time."""
-    lines: list[bytes] = []
-    values: tuple[Any, ...] = ()
-    texts: list[str] = []
-    for record in records:
-        before, values = values, tuple(record.values())
-        if not (_NUMBERS.issuperset(map(type, values)) and math.isfinite(sum(values))):
-            lines.append(json.dumps(record).encode() + b"\n")
-            values = ()
-            continue
-        if len(before) == len(values):  # steps that are written together have many values in common
-            texts = [text if value is old else repr(value) for value, old, text in zip(values, before, texts)]
-        else:
-            texts = list(map(repr, values))
-        lines.append((_template(tuple(record)) % tuple(texts)).encode())
-    return lines
-
-
-@lru_cache(maxsize=64)
-def _template(names: tuple[str, ...]) -> str:
-    """The line of a record with these fields, with a %s for the text of each value."""
-    fields = ", ".join(f"{json.dumps(name)}: ".replace("%", "%%") + "%s" for name in names)
-    return f"{{{fields}}}\n"
 
 
 def is_step(line: Mapping[str, Any]) -> TypeGuard[StepLine]:
@@ -291,16 +263,3 @@ def newest_epoch(path: Path, key: str = "epoch") -> dict[str, Any] | None:
 def metrics_in(line: Mapping[str, Any]) -> list[str]:
     """The names of the metrics in an epoch's line."""
     return [name for name in line if name not in ("epoch", "step")]
-
-
-def first_step_since(path: Path, moment: float) -> StepLine | None:
-    """The line of the first step done since `moment` (Unix seconds), None when there is none yet.
-
-    Reads the file from its end, as far back as needed.
-    """
-    size = TAIL
-    while True:
-        steps = [line for line in last_lines(path, size) if is_step(line)]
-        if (steps and steps[0]["time"] < moment) or not path.exists() or size >= path.stat().st_size:
-            return next((line for line in steps if line["time"] >= moment), None)
-        size *= 8

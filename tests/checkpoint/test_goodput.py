@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 
-from laststep.checkpoint.interval import NODE_MTBF_S, Conditions, daly, goodput, lost_s, young
+from benchmarks._goodput import Conditions, goodput, lost_s
+from laststep.checkpoint.interval import NODE_MTBF_S, daly, young
 from tools.scale_goodput import Size, rows
 
 HOUR = 3600.0

@@ -64,7 +64,7 @@ def test_two_threads_take_note_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
     failed: a rescue that fails saves nothing."""
     with manager(tmp_path) as saves, ThreadPoolExecutor(2) as threads:
         start_save(saves)
-        assert saves._writer.wait(DEADLINE_S), "the save did not end"
+        assert saves.writer.wait(DEADLINE_S), "the save did not end"
         both = threading.Barrier(2)
 
         def wait(timeout_s: float) -> bool:

@@ -67,7 +67,7 @@ def saves_and_loads(rank: Rank) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", rank.keys), rank=rank.rank, world_size=SIZE)
     trained = Trained(seed=1)
     trained.step()
-    rank.writer.hold(ShardPlace(rank.rank, SIZE, 0, 1))
+    rank.writer.place = ShardPlace(rank.rank, SIZE, 0, 1)
     rank.writer.start(info_of(1), {"position": {"step": 1}, **trained.state()}, nothing, 3, 0)
     end(rank.writer)
     rank.test.send((rank.outcome(), weights_sha256(trained.full())))

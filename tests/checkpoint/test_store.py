@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laststep.checkpoint.files import CheckpointError, FileEntry, Patience
-from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest, fsync
+from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest
 from laststep.config.errors import DiskError
+from laststep.rundir import fsync
 from tests.support.disk import acting_at, failing_at, refusing
 from tests.support.project import DEADLINE_S
 

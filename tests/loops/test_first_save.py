@@ -30,7 +30,7 @@ def test_its_buffer_is_there(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
         with contextlib.ExitStack() as closing, a_loop(kind, settings, closing) as loop:
             loop.run()
             assert [thread for thread, _ in made] == ["saver"], f"{name}: {made}"
-            assert loop.saves.buffer_bytes == made[0][1] > 0
+            assert loop.saves.writer.buffer_bytes == made[0][1] > 0
         made.clear()
         if kind == "custom":
             break  # its function runs to its own end

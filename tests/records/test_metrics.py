@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from laststep.ranks.disk import Patience
 from laststep.records import append_only
-from laststep.records.metrics import MetricsFile, first_step_since, newest_step, read_lines
+from laststep.records.metrics import MetricsFile, newest_step, read_lines, steps_from
 from tests.support.disk import refusing
 from tests.support.project import DEADLINE_S, wait_until
 from tests.support.records import add_metrics
@@ -390,15 +390,15 @@ def test_lines_are_json(records: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("done", [0, 1, 10, 5000])
-def test_the_first_and_the_newest_step_since_a_moment(done: int, tmp_path: Path) -> None:
+def test_the_steps_from_one_on_and_the_newest(done: int, tmp_path: Path) -> None:
     """`drill` asks for the first step of an attempt, which may have done many since: fast steps fill any fixed tail."""
     path = tmp_path / "metrics.jsonl"
-    assert first_step_since(path, 0.0) is None and newest_step(path) is None
+    assert not list(steps_from(path, 1)) and newest_step(path) is None
     metrics = MetricsFile(path, writes=True)
     metrics.append({"step": step, "time": 100.0 + step, "loss": 0.1} for step in range(1, 301))
     metrics.append([{"epoch": 1, "step": 300, "val_loss": 0.1}])
     metrics.append({"step": step, "time": 900.0 + step, "loss": 0.1} for step in range(301, 301 + done))
     metrics.sync()
-    first, newest = first_step_since(path, 1000.0), newest_step(path)
-    assert (first and first["step"]) == (301 if done else None)
+    assert [line["step"] for line in steps_from(path, 301)] == list(range(301, 301 + done))
+    newest = newest_step(path)
     assert newest is not None and newest["step"] == 300 + done
