@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-import multiprocessing
 import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -98,6 +96,8 @@ def run_as_main(script: Sequence[str]) -> None:
     file = file_of(script, Path.cwd())
     if file is None:
         sys.argv = [script[1], *script[2:]]
+        import runpy
+
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         return
     file = Path(os.environ.get(FILE, file))  # in a job, that in its copy of the code
@@ -138,6 +138,8 @@ def run() -> Any:
     """
     if joined is not None:
         return joined
+    import multiprocessing  # here: no command waits for it
+
     # A spawned process imports the script before it knows its parent.
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or multiprocessing.parent_process() is not None:
