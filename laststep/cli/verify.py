@@ -10,9 +10,8 @@ from typing import Any
 
 from laststep.checkpoint.files import CheckpointError, files_sha256
 from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest
-from laststep.cli.parsers import Parser, add_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.rundir import RunDir
-from laststep.runs import run_folders
 
 DESCRIPTION = "Read every checkpoint of a run and compare it with its manifest."
 
@@ -27,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what each checkpoint holds; returns 1 when one is damaged."""
-    found = inspect(run_folders.find_run(args.run, run_folders.runs_root(args.overrides)))
+    found = inspect(named_run(args))
     if args.json:
         print(json.dumps(found, indent=1))
     elif not found:
