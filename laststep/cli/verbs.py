@@ -2,8 +2,9 @@
 
 The verb NAME is laststep/cli/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
 `add_arguments(parser)`, `run(args)`, which returns the exit status or raises ConfigError, and, where its help needs
-one, EPILOG, in which {program} stands for the command's name and {path} for the command with its path. Importing it must be cheap, since --help and the Tab key wait for it: anything
-that needs torch, submitit or rich is imported inside `run`.
+one, EPILOG, in which {program} stands for the command's name and {path} for the command with its path. Importing it
+must be cheap, since --help and the Tab key wait for it: anything that needs torch, submitit or rich is imported inside
+`run`.
 """
 
 from __future__ import annotations
