@@ -2,17 +2,15 @@
 `laststep.run()`, by which it finds its run.
 
 `script` in a configuration is what follows `python`: [train.py, --lr, 3e-4], or [-m, package.module, --lr, 3e-4]. Words
-that begin with anything else are a command: [./train, --lr, 3e-4]. A command, or a script that does not import Laststep,
-resumes by itself (laststep/attempt/command.py).
+that begin with anything else are a command: [./train, --lr, 3e-4]. A command, or a script that does not import
+Laststep, resumes by itself (laststep/attempt/command.py).
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import multiprocessing
 import os
-import runpy
 import shlex
 import subprocess
 import sys
@@ -135,6 +133,8 @@ def run_as_main(script: Sequence[str]) -> None:
     """
     if script[0] == MODULE:
         sys.argv = [script[1], *script[2:]]
+        import runpy
+
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         return
     file = Path(os.environ.get(FILE, Path.cwd() / Path(script[0]).expanduser()))  # in a job, that in its copy
@@ -177,9 +177,11 @@ def run() -> Any:
         return joined
     if FOLDER in os.environ:
         raise ConfigError(
-            "laststep.run(): this run was started as a command that does not know Laststep, since the script itself does "
-            "not import it; write `import laststep` into the script, leave out `python`, and begin another run"
+            "laststep.run(): this run was started as a command that does not know Laststep, since the script itself "
+            "does not import it; write `import laststep` into the script, leave out `python`, and begin another run"
         )
+    import multiprocessing  # here: no command waits for it
+
     # A spawned process imports the script before it knows its parent.
     importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if importing or multiprocessing.parent_process() is not None:

@@ -11,8 +11,7 @@ import sys
 import time
 
 from laststep import say
-from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
-from laststep.config.errors import ConfigError
+from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
 from laststep.observe.progress import duration
 from laststep.ranks import disk
 from laststep.ranks.process import is_here, lives_here
@@ -42,10 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stop the runs, wait until their jobs have ended, and print the step of each; returns the exit status."""
-    names, overrides = split(args.words)
-    if not names and args.sweep is None:
-        raise ConfigError(NO_RUN)
-    runs = run_folders.find_runs(names, run_folders.runs_root(overrides), args.sweep)
+    runs = named_runs(args)
     try:
         return stop_all(runs, StatusReader(POLL_S))
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laststep.cli import cancel
-from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
+from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir, aside
 from laststep.runs import run_folders
@@ -33,11 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Delete the runs; returns the exit status: 1 if one of them could not be deleted."""
-    names, overrides = split(args.words)
-    if not names and args.sweep is None:
-        raise ConfigError(NO_RUN)
-    root = run_folders.runs_root(overrides)
-    runs = run_folders.find_runs(names, root, args.sweep)
+    runs = named_runs(args)
     reader = StatusReader(cancel.POLL_S)
     statuses = reader.read(runs)
     for each, status in zip(runs, statuses):
@@ -63,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{each.name}: has just been started again ({status.state}); nothing is deleted")
     failed = [each for each in runs if not _remove(each)]
     if args.sweep is not None and not failed:
-        shutil.rmtree(
-            RunDir(Path(os.path.expanduser(root)) / args.sweep).path, ignore_errors=True
-        )  # its code, its logs
+        shutil.rmtree(runs[0].path.parent / args.sweep, ignore_errors=True)  # its code, its logs
     return int(bool(failed))
 
 

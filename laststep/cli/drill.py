@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from laststep.cli.parsers import Parser, add_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.config.errors import ConfigError
 from laststep.ranks.slurm import SlurmError, is_job_id, scontrol
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt
 from laststep.records.metrics import StepLine, steps_from
 from laststep.rundir import RunDir
-from laststep.runs import run_folders
 from laststep.runs.run_status import StatusReader, records_of
 from laststep.say import counted, note
 
@@ -34,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Preempt the run, wait for its next step, and print what that cost; returns 0 when no step was lost."""
-    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    folder = named_run(args)
     (status,) = StatusReader().read([folder])
     if status.state != "running" or status.job_id is None or not is_job_id(status.job_id):
         raise ConfigError(f"{folder.name}: is {status.state}; a drill needs a run that is running in a Slurm job")

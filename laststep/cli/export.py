@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from laststep import __version__, script
 from laststep.checkpoint.export import DCP, check_target, write, write_folder
-from laststep.cli.parsers import ROOT_KEY, Parser, add_checkpoint
+from laststep.cli.parsers import ROOT_KEY, Parser, add_checkpoint, named_run
 from laststep.rundir import RunDir
-from laststep.runs import run_config, run_folders
+from laststep.runs import run_config
 from laststep.say import counted
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     out, is_folder = Path(os.path.expanduser(args.out)), args.format == DCP
     check_target(out, is_folder)
-    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    folder = named_run(args)
     script.check_knows_us(run_config.as_submitted(folder), f"export {folder.name}")
     weights = export.read_run(folder, args.step, args.best, args.raw)
     manifest = weights.manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from laststep.cli.parsers import Parser, add_checkpoint, add_run
+from laststep.cli.parsers import Parser, add_checkpoint, add_run, named_run
 from laststep.config.errors import ConfigError
 
 DESCRIPTION = """\
@@ -36,14 +36,14 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text; returns the exit status."""
     from laststep.data.tokens import Corpus
-    from laststep.runs import run_config, run_folders
+    from laststep.runs import run_config
     from laststep.tasks.sizes import size_of
 
     if args.tokens < 1:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 1")
     if not 0 <= args.temperature < 100:
         raise ConfigError(f"--temperature {args.temperature:g}: must be at least 0 and below 100")
-    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    folder = named_run(args)
     config = run_config.as_submitted(folder)
     if config.task != "language":
         raise ConfigError(f"{folder.name}: task={config.task} is no language model; generate needs task=language")

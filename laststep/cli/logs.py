@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 
-from laststep.cli.parsers import Parser, add_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     --follow ends with the run: 0 if it finished, 1 if it ended otherwise.
     """
-    folder = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    folder = named_run(args)
     if args.traceback:
         if args.follow or args.all or any(one is not None for one in (args.rank, args.grep, args.since, args.tail)):
             raise ConfigError("--traceback: prints what is recorded, not the logs: only --attempt goes with it")

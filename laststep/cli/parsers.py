@@ -14,6 +14,7 @@ from laststep.say import command
 
 if TYPE_CHECKING:
     from laststep.config.config import Config
+    from laststep.rundir import RunDir
 
 # Options that set a configuration key: option -> (key, placeholder in --help, help).
 KeyOptions = Mapping[str, tuple[str, str, str]]
@@ -183,6 +184,23 @@ def overrides_of(args: argparse.Namespace, options: KeyOptions) -> list[str]:
     """All key=value words; those of the options come last, so an option wins over a word."""
     values = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _, _) in options.items()}
     return [*args.overrides, *(f"{key}={value}" for key, value in values.items() if value is not None)]
+
+
+def named_run(args: argparse.Namespace) -> RunDir:
+    """The run that a verb is about, see `add_run`. Raises ConfigError."""
+    from laststep.runs import run_folders
+
+    return run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+
+
+def named_runs(args: argparse.Namespace) -> list[RunDir]:
+    """The runs that a verb is about, see `add_runs` and `add_sweep`. Raises ConfigError, also where none is named."""
+    from laststep.runs import run_folders
+
+    names, overrides = split(args.words)
+    if not names and args.sweep is None:
+        raise ConfigError(NO_RUN)
+    return run_folders.find_runs(names, run_folders.runs_root(overrides), args.sweep)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,8 +15,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from laststep import script
 from laststep.cli.parsers import (
@@ -198,15 +197,11 @@ def _in_a_copy(config: Config, folder: str) -> Iterator[tuple[Config, ProjectCop
 
 @contextlib.contextmanager
 def _removed_at_the_end() -> Iterator[str]:
-    """A folder that is removed however the command ends: SIGTERM and a closed terminal raise SystemExit."""
+    """A folder that is removed however the command ends."""
+    from laststep.submission.sbatch import ended_by_signals
 
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with tempfile.TemporaryDirectory(prefix="laststep-prove-", ignore_cleanup_errors=True) as folder:
-            yield folder
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix="laststep-prove-", ignore_cleanup_errors=True) as folder,
+    ):
+        yield folder

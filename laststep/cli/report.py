@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from laststep.cli.parsers import NO_RUN, Parser, add_runs, add_sweep, split
+from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
 from laststep.config.errors import ConfigError
 from laststep.config.keys import fields_of
 from laststep.records.submissions import read_submissions
 from laststep.report.curves import read_curves
 from laststep.report.page import Run, page
 from laststep.rundir import RunDir
-from laststep.runs import run_config, run_folders
+from laststep.runs import run_config
 from laststep.runs.run_status import RunStatus, StatusReader, records_of, time_of
 
 DESCRIPTION = """\
@@ -30,11 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page of the named runs and print its path; returns the exit status."""
-    names, overrides = split(args.words)
-    if not names and args.sweep is None:
-        raise ConfigError(NO_RUN)
-    root = run_folders.runs_root(overrides)
-    runs = run_folders.find_runs(names, root, args.sweep)
+    runs = named_runs(args)
     target = (args.output or (runs[0].report if len(runs) == 1 else Path("report.html"))).absolute()
     contents = [_contents(run, status) for run, status in zip(runs, StatusReader().read(runs))]
     try:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.cli.parsers import Parser, add_runs, split
 from laststep.config.errors import ConfigError
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{names[0]}: name a sweep or runs, not both")
     if args.watch and (args.json or not sys.stdout.isatty()):
         raise ConfigError("--watch: keeps a table on a terminal; leave it out for a file, a pipe or --json")
-    shown: _Shown = _Runs(names, root) if args.sweep is None else _Sweep(RunDir(Path(root) / args.sweep), args.by)
+    shown = _Runs(names, root) if args.sweep is None else _Sweep(RunDir(Path(root) / args.sweep), args.by)
     reader = StatusReader()
 
     def read() -> _Reading:
@@ -88,21 +88,12 @@ class _Reading(NamedTuple):
     more: int
 
 
-class _Shown(Protocol):
-    """The runs that were asked for: how to read and to draw them."""
-
-    def read(self, reader: StatusReader) -> list[RunStatus]:
-        """The status of each run, in the order in which to show them."""
-
-    def view(self, reading: _Reading, width: int | None) -> View:
-        """The wanted runs, in this many columns of the terminal (None: any number)."""
-
-    def fields(self, run: str) -> dict[str, Any]:
-        """Further fields of a run's JSON object."""
-
-
 class _Runs:
-    """The named runs, in this order, or all runs in the root; a single named run with its attempts."""
+    """The named runs, in this order, or all runs in the root; a single named run with its attempts.
+
+    `read` returns the status of each run, in the order in which to show them; `view` the wanted runs in so many columns
+    of the terminal (None: any number); `fields` what a run's JSON object has besides.
+    """
 
     def __init__(self, names: Sequence[str], root: str) -> None:
         self._names, self._root = names, root
@@ -132,7 +123,7 @@ class _Runs:
 
 
 class _Sweep:
-    """The runs of a sweep, best first: the lowest loss, or the highest of any other metric."""
+    """The runs of a sweep, best first: the lowest loss, or the highest of any other metric. As `_Runs`."""
 
     def __init__(self, sweep: RunDir, metric: str | None) -> None:
         from laststep.submission.sweep import members

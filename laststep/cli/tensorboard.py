@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Raises ConfigError."""
+    from laststep.submission.sbatch import ended_by_signals
+
     try:
         from tensorboard import program
     except ModuleNotFoundError as error:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         named = names or args.sweep is not None
         return run_folders.find_runs(names, root, args.sweep) if named else run_folders.all_runs(root)
 
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="laststep-") as folder:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="laststep-") as folder:
         links = _Links(Path(folder), find)
         if not links.update():
             raise ConfigError("no run has curves yet; a run writes its first ones some seconds after its first step")
@@ -107,20 +108,3 @@ def _configured(server: Any, options: list[str]) -> Any:
             raise ConfigError(errors.getvalue().strip().splitlines()[-1].removeprefix("tensorboard: error: ")) from None
         raise
     return server
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal raise SystemExit, so that the folder is removed."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]  # else nohup
-    for number in numbers:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

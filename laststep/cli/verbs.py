@@ -1,18 +1,18 @@
 """The table of verbs: the dispatch, the parsers, the help's list of verbs and the completion all follow from it.
 
 The verb NAME is laststep/cli/NAME.py, which is imported only when that verb is used. It defines DESCRIPTION,
-`add_arguments`, `run` and, where its help needs one, EPILOG, in which {program} stands for the command's name and
-{path} for the command with its path. Importing it must be cheap, since --help and the Tab key wait for it: anything
-that needs torch, submitit or rich is imported inside `run`.
+`add_arguments(parser)`, `run(args)`, which returns the exit status or raises ConfigError, and, where its help needs
+one, EPILOG, in which {program} stands for the command's name and {path} for the command with its path. Importing it
+must be cheap, since --help and the Tab key wait for it: anything that needs torch, submitit or rich is imported inside
+`run`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 from laststep import script
 from laststep.cli.parsers import Parser
@@ -20,18 +20,6 @@ from laststep.config.errors import ConfigError
 from laststep.say import program
 
 DEFAULT = "submit"  # when no verb is given
-
-
-class VerbModule(Protocol):
-    """What laststep/cli/NAME.py defines."""
-
-    DESCRIPTION: str
-
-    def add_arguments(self, parser: Parser) -> None:
-        """Declare the options and words that the verb takes."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it; returns the exit status. Raises ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +30,9 @@ class Verb:
     usage: str
     help: str
 
-    def module(self) -> VerbModule:
+    def module(self) -> Any:
         """Import the verb's module."""
-        return cast(VerbModule, importlib.import_module(f"laststep.cli.{self.name}"))
+        return importlib.import_module(f"laststep.cli.{self.name}")
 
     def parser(self) -> Parser:
         """The parser of the words after the verb."""
@@ -69,7 +57,8 @@ class Verb:
         for word in getattr(args, "overrides", ()):
             if "=" not in word:
                 self._refuse(word, takes_run=hasattr(args, "run"))
-        return self.module().run(args)
+        status: int = self.module().run(args)
+        return status
 
     def _refuse(self, word: str, takes_run: bool) -> NoReturn:
         """Raise ConfigError for a word where only key=value may stand."""

@@ -11,9 +11,9 @@ from typing import Any
 from laststep import script
 from laststep.checkpoint.files import CheckpointError, files_sha256
 from laststep.checkpoint.store import CheckpointGone, CheckpointStore, Manifest
-from laststep.cli.parsers import Parser, add_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.rundir import RunDir
-from laststep.runs import run_config, run_folders
+from laststep.runs import run_config
 
 DESCRIPTION = "Read every checkpoint of a run and compare it with its manifest."
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what each checkpoint holds; returns 1 when one is damaged."""
-    run = run_folders.find_run(args.run, run_folders.runs_root(args.overrides))
+    run = named_run(args)
     found = inspect(run)
     if not found:
         script.check_knows_us(run_config.as_submitted(run), f"verify {args.run}")

@@ -68,7 +68,7 @@ class Config(Settings):
         tree = OmegaConf.structured(cls)
         for source, text in layers:
             try:
-                for key, value in _parse_yaml(text).items():
+                for key, value in keys_in(text).items():
                     assign(tree, key, value)
             except ConfigError as error:
                 raise ConfigError(f"{source}: {error}") from None
@@ -152,7 +152,7 @@ def _folders(of_site: bool) -> list[Path]:
 
 def keys_in(text: str) -> dict[str, Any]:
     """The value for each dotted key that a YAML text sets. Raises ConfigError."""
-    return _parse_yaml(text)
+    return values_of(*_load_yaml(text))
 
 
 def missing_keys(text: str) -> list[str]:
@@ -175,11 +175,6 @@ def _read_text(path: Path) -> str:
         return path.read_text()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {first_line(error)}") from None
-
-
-def _parse_yaml(text: str) -> dict[str, Any]:
-    """The value for each dotted key that a YAML text sets. Raises ConfigError."""
-    return values_of(*_load_yaml(text))
 
 
 def _load_yaml(text: str) -> tuple[dict[Any, Any], Any]:

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import functools
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 from laststep.config.config import PACKAGED, find_config, keys_in, missing_keys
@@ -274,55 +274,6 @@ class _Mapping(dict[str, Any]):
         """A plain dictionary: `dataclasses.asdict` copies a mapping by calling its class."""
         return dict(*args, **kwargs)
 
-    def _note(self, name: object) -> None:
-        if not isinstance(super().get(str(name)), _Mapping):  # of an inner mapping, its own keys are noted
-            self._seen.add(f"{self._key}.{name}")
-
-    def _note_all(self) -> None:
-        self._seen.add(self._key)
-
-    def __getitem__(self, name: str) -> Any:
-        self._note(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self._note(name)
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key, or the default."""
-        self._note(name)
-        return super().get(name, default)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a key, and return its value."""
-        self._note(name)
-        return super().pop(name, *default)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """The value of a key, which becomes the default if it is not set."""
-        self._note(name)
-        return super().setdefault(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        self._note_all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        """All keys."""
-        self._note_all()
-        return super().keys()
-
-    def items(self) -> Any:
-        """All keys and values."""
-        self._note_all()
-        return super().items()
-
-    def values(self) -> Any:
-        """All values."""
-        self._note_all()
-        return super().values()
-
     def copy(self) -> dict[str, Any]:
         """A plain dictionary."""
         return dict(self.items())
@@ -336,9 +287,32 @@ class _Mapping(dict[str, Any]):
     def __ror__(self, other: Any) -> Any:
         return other | self.copy()
 
-    def __eq__(self, other: object) -> bool:
-        self._note_all()
-        return super().__eq__(other)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copy(),)
+
+
+def _noting_one(method: Any) -> Any:
+    """A method of dict that looks up one key: notes it, unless its value is a mapping, of which its own keys are."""
+
+    def look_up(self: _Mapping, name: object, *default: Any) -> Any:
+        if not isinstance(dict.get(self, str(name)), _Mapping):
+            self._seen.add(f"{self._key}.{name}")
+        return method(self, name, *default)
+
+    return look_up
+
+
+def _noting_all(method: Any) -> Any:
+    """A method of dict that goes through all of it: notes all."""
+
+    def go_through(self: _Mapping, *other: Any) -> Any:
+        self._seen.add(self._key)
+        return method(self, *other)
+
+    return go_through
+
+
+for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault"):
+    setattr(_Mapping, _name, _noting_one(getattr(dict, _name)))
+for _name in ("__iter__", "__eq__", "keys", "items", "values"):
+    setattr(_Mapping, _name, _noting_all(getattr(dict, _name)))
