@@ -301,11 +301,12 @@ class _RankLog:
 
     def read(self, whole: bool) -> Iterator[Line]:
         """The new complete lines; if the log is `whole`, an unterminated last line too."""
-        return self._lines(self._path.stat().st_size, whole)
-
-    def _lines(self, end: int, whole: bool) -> Iterator[Line]:
+        end = self._path.stat().st_size
         while self._offset < end and (block := self._block(whole)):
-            yield from map(self._line, block.removesuffix(b"\n").split(b"\n"))
+            for raw in block.removesuffix(b"\n").split(b"\n"):
+                self._clock(raw)
+                attempt = (self._job_id, max(0, self._starts - 1))
+                yield Line(self._at, self._rank, attempt, raw.rstrip(b"\r").decode(errors="replace"))
 
     def _block(self, whole: bool) -> bytes:
         """The next lines."""
@@ -318,11 +319,6 @@ class _RankLog:
             data = data[: data.rfind(b"\n") + 1]  # a half-written line is read again once it is complete
         self._offset += len(data)
         return data
-
-    def _line(self, raw: bytes) -> Line:
-        self._clock(raw)
-        attempt = (self._job_id, max(0, self._starts - 1))
-        return Line(self._at, self._rank, attempt, raw.rstrip(b"\r").decode(errors="replace"))
 
     def _clock(self, raw: bytes) -> None:
         if found := SUBMITITS.match(raw):

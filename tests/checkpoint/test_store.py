@@ -218,12 +218,14 @@ def test_foreign_names_are_no_checkpoints(store: CheckpointStore) -> None:
     assert len(list(store.folder.iterdir())) == 6
 
 
-def test_manifest_bit_flips(store: CheckpointStore) -> None:
-    """Whichever bit of a manifest flips, a resume finds an intact checkpoint and never ends in a traceback."""
+@pytest.mark.parametrize("part", range(4))
+def test_manifest_bit_flips(store: CheckpointStore, part: int) -> None:
+    """Whichever bit of a manifest flips, a resume finds an intact checkpoint and never ends in a traceback. Each part
+    has two bits of every byte."""
     write(store, 3, b"good")
     path = write(store, 7, val_loss=0.5) / "manifest.json"
     data = path.read_bytes()
-    for bit in range(8 * len(data)):
+    for bit in (bit for bit in range(8 * len(data)) if bit % 4 == part):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)

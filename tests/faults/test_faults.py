@@ -36,15 +36,16 @@ FIRST, SECOND = Attempt("7", 0), Attempt("7", 1)
 
 
 @pytest.mark.slurm
-def test_runs_come_back_from_eight_faults() -> None:
+@pytest.mark.parametrize("count", [4, 8])
+def test_runs_come_back_from_faults(count: int) -> None:
     """The project's promise, in short: `make chaos N=200` is the long form."""
     require(missing())
     only = [word for kind in KINDS for word in ("--only", kind)]
     # Not a forked Python: the harness tells the ranks from their supervisors, which a process forked for it hides.
-    command = [sys.executable, "-m", "tests.faults", "--faults", "8", "--seed", "1", "--at-once", "2", *only]
+    command = [sys.executable, "-m", "tests.faults", "--faults", str(count), "--seed", "1", "--at-once", "2", *only]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HARNESS_DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 faults of 8 planned" in done.stdout and "0 violations" in done.stdout
+    assert f"{count} faults of {count} planned" in done.stdout and "0 violations" in done.stdout
 
 
 class Folder:

@@ -108,9 +108,11 @@ QUICK = (
 )
 
 
-# The cases, by test, that prove again at another place or with another program what the cases beside them prove in
-# `make test`. `make test-long` runs these alone: before a release, or after a change to what they test.
-LONG = {
+# Tests that prove again, at another place or with another program, what others prove in `make test`: some cases of a
+# test, or all where none is named. `make test-long` runs these alone: before a release, or after a change to what they
+# test.
+LONG: dict[str, list[str]] = {
+    "attempt/test_compiler.py::test_compiled_code_where_locks_do_not_work": [],
     "attempt/test_network_disk.py::test_the_next_attempt_begins_at_the_rescued_step": ["kill step 6 rank 1"],
     "attempt/test_rescue.py::test_killed_in_the_save_of_a_stop": ["2-1"],
     "attempt/test_rescue.py::test_killed_while_metrics_are_being_read": ["1"],
@@ -122,8 +124,16 @@ LONG = {
     ],
     "attempt/test_silence.py::test_killed": ["2-kill step 10 rank 1", "2-kill step 1 rank 1"],
     "attempt/test_silence.py::test_stopped": ["SIGTERM validation 2 rank 0"],
+    "checkpoint/test_store.py::test_manifest_bit_flips": ["1", "2", "3"],
+    "faults/test_faults.py::test_runs_come_back_from_faults": ["8"],
     "frameworks/test_frameworks.py::test_resumes_exactly": ["ddp-torch-3-step 2"],
+    "gpu/test_parts.py::test_a_checkpoint_is_loaded_straight_into_the_device": ["cpu"],
+    "gpu/test_parts.py::test_a_save_is_of_its_moment": ["cpu"],
+    "gpu/test_parts.py::test_batches_arrive_whole": ["cpu-None", "cpu-0", "cpu-1"],
+    "gpu/test_parts.py::test_images_in_memory": ["cpu"],
+    "gpu/test_parts.py::test_jpegs_decoded_on_the_device": ["cpu"],
     "gpu/test_runs.py::test_from_device_to_device": ["cpu-cpu"],
+    "gpu/test_runs.py::test_out_of_memory": ["cpu"],
     "gpu/test_runs.py::test_saves_beside_the_training": ["cpu"],
     "job/test_supervisor.py::test_a_frozen_rank_is_killed": ["two hosts"],
     "job/test_supervisor.py::test_a_rank_that_waits_for_a_slow_disk": ["preempted"],
@@ -149,6 +159,7 @@ LONG = {
     "loops/test_exact.py::test_four_ranks": ["step 3 rank 2", "step 7 rank 1", "step 8 rank 1,2"],
     "loops/test_exact.py::test_stop_anywhere": ["first-step", "last-step-of-an-epoch"],
     "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
+    "loops/test_sharding.py::test_compiled": [],
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_every_port_is_exact": [
@@ -158,6 +169,8 @@ LONG = {
     ],
     "proof/test_prove.py::test_interrupted": ["15"],
     "ranks/test_network.py::test_ranks_meet_over_a_real_link": ["no names", "env", "tcp IPv6"],
+    "slurm/test_by_hand.py::test_one_run_under_three_launchers": [],
+    "slurm/test_by_hand.py::test_ranks_that_have_no_scontrol": [],
     "slurm/test_by_hand.py::test_a_users_script_restarts_the_ranks": ["torchrun.sbatch"],
     "slurm/test_launchers.py::test_a_script_on_accelerate": [
         "--local",
@@ -187,6 +200,8 @@ LONG = {
     "slurm/test_restart.py::test_a_signal_between_two_starts_in_a_step": ["usr2-signal0-ends0"],
     "slurm/test_silence.py::test_a_killed_rank": ["1"],
     "slurm/test_submit.py::test_gpus_that_torch_cannot_use": ["launch.slurm.gres=gpu:2"],
+    "submission/test_local.py::test_image_folder": [],
+    "submission/test_local.py::test_mnist_from_a_folder": [],
     "submission/test_local_silence.py::test_a_killed_rank": ["1"],
 }
 
@@ -200,16 +215,18 @@ def is_slow(nodeid: str) -> bool:
 def is_long(nodeid: str) -> bool:
     """Whether `make test` leaves the test with this id to `make test-long`."""
     test, _, case = nodeid.removeprefix("tests/").partition("[")
-    return case.removesuffix("]") in LONG.get(test, ())
+    return test in LONG and (not LONG[test] or case.removesuffix("]") in LONG[test])
 
 
 def missing(nodeids: Iterable[str]) -> list[str]:
-    """What LONG names in vain: cases that are not among all tests of its modules. A new name of a case, or of its test,
-    would silently bring it back into `make test`."""
+    """What LONG names in vain: what is not among all tests of its modules. A new name of a case, or of its test, would
+    silently bring it back into `make test`."""
     there = {nodeid.removeprefix("tests/") for nodeid in nodeids}
     modules = {test.partition("::")[0] for test in there}
-    named = (f"{test}[{case}]" for test, cases in LONG.items() for case in cases if test.partition("::")[0] in modules)
-    return [place for place in named if place not in there]
+    named = [(test, cases) for test, cases in LONG.items() if test.partition("::")[0] in modules]
+    there |= {test.partition("[")[0] for test in there}
+    places = (place for test, cases in named for place in [f"{test}[{case}]" for case in cases] or [test])
+    return [place for place in places if place not in there]
 
 
 def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
