@@ -190,9 +190,8 @@ def _says_finished(run: RunDir, config: Config) -> bool:
     if not is_finished(read_submissions(run.submissions), records):
         return False
     if config.task == COMMAND:
-        print(
-            f"{run.name}: finished\nextend {command(f'resume {typed(run)} -- WORDS')}: words to add to those of its command"
-        )
+        print(f"{run.name}: finished")
+        print(f"extend {command(f'resume {typed(run)} -- WORDS')}: words to add to those of its command")
         return True
     step = records[-1]["end_step"]
     total = plan["total_steps"] if plan else None

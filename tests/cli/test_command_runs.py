@@ -58,7 +58,7 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
     """Before anything is submitted, in one line."""
     (folder / "other.py.txt").touch()
     (folder / "knows.py").write_text("import laststep\n")
-    assert refusal(["--local", "--", *words.split()], capfd, folder) == f"error: {said.format(folder=folder)}\n"
+    assert refusal(["--local", "--", *words.split()], capfd, folder) == said.format(folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
 )
 def test_what_it_cannot(words: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What needs steps that Laststep knows is refused before it costs anything."""
-    assert refusal(words.split(), capfd, folder).startswith(f"error: {said}")
+    assert refusal(words.split(), capfd, folder).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_progress_is_a_changed_file(folder: Path) -> None:
 def test_a_rank_is_killed(folder: Path) -> None:
     """All ranks start again, and find what they have saved; the others were asked to end, and could save. Laststep's
     part of a rank imports no torch, and no process is left."""
-    said = types(folder, *TWO_RANKS, "other.py", "--steps", "40", "--kill-at", "13")
+    said = types(folder, *TWO_RANKS, "other.py", "--steps", "80", "--kill-at", "13")
     run = RunDir(folder / "runs" / "run")
     assert [(r["reason"], r["requeue"], r["blamed"] != []) for r in read_lines(run.attempts)] == [
         ("failed", True, True),
@@ -140,8 +140,8 @@ def test_a_rank_is_killed(folder: Path) -> None:
     for verb in (["verify", "run"], ["export", "run", "x.pt"], ["evaluate", "run"], ["--from", "run"]):
         assert "other.py resumes by itself" in types(folder, *LAUNCH, *verb, status=2)
     assert "run: finished\n" in types(folder, *LAUNCH, "resume", "run", "--local")
-    said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "45")
-    assert "rank 0 at 0:2:2 from step 40, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
+    said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "85")
+    assert "rank 0 at 0:2:2 from step 80, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
 
 
 @pytest.mark.slow
@@ -210,3 +210,19 @@ def test_a_module_of_its_own_knows_us(folder: Path) -> None:
     (folder / "outer.py").write_text("import inner\n")
     said = types(folder, *LAUNCH, "--local", "--name", "run", "outer.py", status=1)
     assert "write `import laststep` into the script" in said
+
+
+@pytest.mark.slow
+def test_a_sweep_of_its_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Marked words alone vary, each run is called by them, and `status` shows them in columns of their own."""
+    words = ("sweep", "--name", "scan", "--local", "other.py", "--steps", "@3,4", "--lr=@1e-3,0.10")
+    assert main([*words[:4], "--dry-run", *words[4:]]) == 0
+    assert "\nscan-steps_3-lr_1e-3  steps=3 lr=1e-3\n" in capfd.readouterr().out
+    said = types(folder, *LAUNCH, *words)
+    assert "sweep  scan: 4 finished" in said and "done, lr 0.1, " in said
+    run = RunDir(folder / "runs" / "scan-steps_4-lr_0.10")
+    assert Config.parse(run.config.read_text()).script == ["other.py", "--steps", "4", "--lr=0.10"]
+    assert (run.files / "state_0").exists() is False, "saved at every fifth step only"
+    shown = types(folder, *LAUNCH, "status", "--sweep", "scan")
+    assert shown.splitlines()[0].split()[:4] == ["run", "state", "steps", "lr"] and " 0.10 " in shown
+    assert "0 to do" in types(folder, *LAUNCH, *words), "all have finished"
