@@ -113,6 +113,26 @@ def test_a_command(before: tuple[str, ...], mine: User) -> None:
     assert "resumes by itself: steps lost are its own" in mine.types("status", "command")
 
 
+def test_a_command_whose_rank_is_killed(mine: User) -> None:
+    """Laststep's own process beside the command of rank 0 is killed: all start again. Then the run is cancelled, and
+    resumed with its words."""
+    shutil.copy(OTHER, mine.folder / "src" / "other.py")
+    mine.types(
+        "--name", "killed", "--nodes", "2", "--", "bash", "-c", f"{sys.executable} src/other.py --steps 400; true"
+    )
+    mine.waits_for("killed", "from step 0, resumes 0", times=2)
+    mine.kills("killed", 0)
+    mine.waits_for("killed", "resumes 1", times=2)
+    said = mine.types("cancel", "killed")
+    assert "killed: stopped, and resumes by itself; to continue: " in said
+    first, second = mine.waits_for_end("killed", "cancelled")
+    assert first["reason"] == "failed" and "was killed" in first["error"] and first["blamed"] == first["hosts"][:1]
+    assert second["step_restarts"] == 1
+    assert_nothing_lives(mine.run("killed"))
+    mine.types("resume", "killed")
+    mine.waits_for_end("killed", "finished")
+
+
 def test_from_ones_own_repository(mine: User) -> None:
     """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights
     of an undisturbed run."""
