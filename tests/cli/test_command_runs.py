@@ -146,6 +146,20 @@ def test_a_rank_is_killed(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_laststeps_own_process_is_killed(folder: Path) -> None:
+    """The command dies with it, and what that has started; the other ranks notice, and all start again."""
+    command = begin(folder, [*TWO_RANKS, "other.py", "--steps", "80"])
+    run = RunDir(folder / "runs" / "run")
+    wait_until(lambda: len(list(run.files.glob("state_?"))) == 2, "the command did not start")
+    (rank_1,) = children_of(max(children_of(command.pid)))
+    os.kill(rank_1, signal.SIGKILL)
+    said = "".join(end(command, 0))
+    assert "rank 1 on " in said and "ended without a word: it was killed" in said
+    assert reasons(run) == ["failed", "finished"]
+    assert_nothing_lives(run)
+
+
+@pytest.mark.slow
 def test_an_error_of_its_own(folder: Path) -> None:
     """Under --local an error of the run itself is not retried; the other rank's command ends too."""
     said = types(folder, *TWO_RANKS, "other.py", "--steps", "4000", "--fail-at", "13", status=1)
