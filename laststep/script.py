@@ -1,9 +1,9 @@
 """A user's script: the words that name it, what is seen of it before it starts, how a rank runs it as `__main__`, and
 `laststep.run()`, by which it finds its run.
 
-`script` in a configuration is what follows `python`: [train.py, --lr, 3e-4], or [-m, package.module, --lr, 3e-4]. Words
-that begin with anything else are a command: [./train, --lr, 3e-4]. A command, or a script that does not import
-Laststep, resumes by itself (laststep/attempt/command.py).
+`script` in a configuration is what follows `python`: [train.py, --lr, 3e-4], or [-m, package.module, --lr, 3e-4]. Any
+other words are a command: [./train, --lr, 3e-4]. It resumes by itself, as does a script that does not import Laststep
+(laststep/attempt/command.py).
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def run() -> Any:
         return joined
     if FOLDER in os.environ:
         raise ConfigError(
-            "laststep.run(): this run was started as a command that does not know Laststep, since the script itself "
-            "does not import it; write `import laststep` into the script, leave out `python`, and begin another run"
+            "laststep.run(): this run was begun as a command that does not know Laststep; write `import laststep` into "
+            "the script itself, leave out `python`, and begin another run"
         )
     import multiprocessing  # here: no command waits for it
 

@@ -58,6 +58,7 @@ LOOK_S, LOOK_S_PER_RANK = 0.25, 0.01
 SIGNAL_S = 1.0
 # After a fault the commands of the other ranks get SIGTERM, and after this time SIGKILL.
 FAULT_S = 10.0
+STOP_S = 60.0  # how long rank 0 waits at a stop for the commands of others, once its own has ended
 MEETING_S = 60.0  # for rank 0 to begin, at least; launch.hang_timeout_s where that is longer
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 # What would make a program that the command starts mistake itself for this rank.
@@ -159,10 +160,15 @@ class CommandAttempt:
                 return file.read_text()
             time.sleep(POLL_S)
         if self._signals.first is not None:
+            self._status = 0
+            self._tell_end()  # rank 0 may wait for it
             raise Stopped(self._signals.first, self._state.world)
         raise MeetingError(f"{self._state.world}: rank 0 has not begun within {MEETING_S:.0f} s: {file} is missing")
 
     def _start(self) -> None:
+        if self._wants_stop():
+            self._status = 0  # nothing is to be ended
+            return
         words = script.command_line(self._config.script)
         environment = {name: value for name, value in os.environ.items() if not OURS.match(name) and name != EXPORTED}
         keep_orphans()
@@ -277,7 +283,8 @@ class CommandAttempt:
         if self._status is None:
             self._status = -signal.SIGKILL
         self._tell_end()
-        while world.rank == 0 and not self._grace.is_over():
+        deadline = run_time() + STOP_S
+        while world.rank == 0 and not self._grace.is_over() and run_time() < deadline:
             self._look(0.0)
             if len(self._board.ended.keys() | self._board.gone) >= world.size:
                 break
@@ -288,7 +295,8 @@ class CommandAttempt:
             cause = ending_by_signal(state)
             blamed = [world.host_of(0)] if cause.blames_host else []
             record = record_end(state, cause.reason, kept, kept, lost_s=0.0, error=cause.error, blamed=blamed)
-            say(f"stopped by {state.signal.name}: the command {_how(self._status)}")
+            if self._command is not None:
+                say(f"stopped by {state.signal.name}: the command {_how(self._status)}")
         if cause is not None and cause.requeue:
             requeue(state, record, state.signals.requeue)
         raise Stopped(state.signal, world)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from laststep.attempt import user_error
 from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
@@ -114,6 +115,8 @@ def create_engine(
         loop: TaskLoop | CustomLoop = make_script_loop(context)
         state.engine = loop.engine
         return loop.engine
+    if user_error.main_is_ours or not group.world.in_users_program:
+        del sys.argv[1:]  # which are Laststep's: a task that parses arguments is to get none
     task = find_task(state.config)
     if group.world.rank == 0 and group.world.launcher == "submitit-slurm":
         check_origin(state.config.task, state.config.task.rpartition(".")[0] or task.__module__, state.run_dir)

@@ -105,12 +105,6 @@ def silence(error: BaseException) -> None:
             hook(kind, value, at)
 
     sys.excepthook = print_others
-    error.in_log = True  # type: ignore[attr-defined]
-
-
-def is_silenced(error: BaseException) -> bool:
-    """Whether `silence` was called for this error."""
-    return hasattr(error, "in_log")
 
 
 def write_for_torchrun(text: str) -> None:

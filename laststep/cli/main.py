@@ -81,7 +81,7 @@ def _in_project(words: Sequence[str]) -> Sequence[str]:
     if words[:1] in (["init"], ["prepare"], ["completion"]):  # these make files here
         return words
     own, scripts = script.split(words)
-    if scripts and (words[0] not in VERBS or words[0] in ("submit", "prove")):
+    if scripts and (words[0] not in VERBS or words[0] in ("submit", "prove", "sweep")):
         return words  # a script runs where it was typed, as under torchrun: its own words may be paths
     here = Path.cwd()
     project = find_project(here)

@@ -13,6 +13,7 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
+    add_script,
     config_of,
     overrides_of,
     stem_of,
@@ -30,6 +31,8 @@ key=v1,v2 or key=0..4 gives a key several values. All options and all other
 key=value words apply to every run. For example:
   {program} sweep --name scan --parallel 4 \\
       optim.lr=0.1,0.03 seed=0..4 train.epochs=20
+Of a script's own words, those marked by @ vary; all others stay as they are:
+  {program} sweep --nodes 2 train.py --lr @1e-3,3e-4 --betas 0.9,0.95
 """
 
 
@@ -41,6 +44,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--local", action="store_true", help="run them on this machine, one after another")
     parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
     add_overrides(parser, help="set a configuration key, or give it several values")
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
     from laststep.submission import submission, sweep
 
     overrides = overrides_of(args, NEW_RUN_OPTIONS)
-    varied = [word for word in overrides if sweep.has_several_values(word)]
-    if not varied:
-        raise ConfigError("nothing varies: give a key several values, e.g. optim.lr=0.1,0.03 seed=0..4")
+    varied = [word for word in overrides if not word.startswith("script=") and sweep.has_several_values(word)]
+    if not varied and not sweep.labels(args.passed_on):
+        example = "--lr @1e-3,3e-4" if args.passed_on else "optim.lr=0.1,0.03 seed=0..4"
+        what = "mark words of the script that have several" if args.passed_on else "give a key several values"
+        raise ConfigError(f"nothing varies: {what}, e.g. {example}")
     for word in varied:
         if word.startswith("launch."):
             raise ConfigError(f"{word}: all jobs of an array ask for the same; launch.* cannot vary")
@@ -67,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     shared = [word for word in overrides if word not in varied]
     source = config_of(args, overrides)
     config = Config.load(source, shared, args.site or run_folders.site())
-    changes = sweep.combinations(varied)
+    changes = sweep.combinations(varied, args.passed_on)
     way = Way.LOCAL if args.local else Way.DRY_RUN if args.dry_run else Way.SLURM
     machine = Machine(way, sweep=True, words=overrides, source=source)
     config = submission.ready(config, machine, stem_of(source, config))

@@ -38,10 +38,7 @@ from laststep.records.former_names import FORMER, PRESENT
 from laststep.rundir import RunDir, aside
 from laststep.runs.run_folders import OTHERS_MAY_WRITE, PROJECT, working_folder
 
-# One thread copies for COPY_ALONE_S: on a local disk it is faster alone. Then COPY_THREADS copy what is left: on a
-# network file system each waits for its file.
-COPY_ALONE_S = 0.1
-COPY_THREADS = 16
+COPY_THREADS = 16  # on a network file system each waits for its file
 MOST_FILES = 50_000
 MOST_MB = 1000  # a larger copy is refused
 MUCH_MB = 100  # a larger copy gets a warning
@@ -179,18 +176,8 @@ def _copy(folder: Path, files: Iterable[Path], to: Path) -> None:
     files = [path for path in files if not os.path.lexists(to / path)]
     for parent in {path.parent for path in files}:
         (to / parent).mkdir(parents=True, exist_ok=True)
-
-    def copy(path: Path) -> None:
-        _copy_file(folder / path, to / path)
-
-    left, deadline = iter(files), time.monotonic() + COPY_ALONE_S
-    for path in left:
-        copy(path)
-        if time.monotonic() > deadline:
-            break
     with ThreadPoolExecutor(COPY_THREADS) as pool:
-        for _ in pool.map(copy, left):
-            pass
+        list(pool.map(lambda path: _copy_file(folder / path, to / path), files))
 
 
 def _copy_file(file: Path, to: Path) -> None:

@@ -26,6 +26,7 @@ from laststep.checkpoint.shards import local_of
 from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader, StepNumbers, is_ours
 from laststep.loops.registered import Registered
+from laststep.say import command
 
 NEEDED = (
     "write run.restore(model=model, optimizer=optimizer, ...) before the loop, and `for batch in run.steps(loader):` "
@@ -88,7 +89,8 @@ def of_batches(loader: object, per_step: int, shares: int | None) -> str | None:
 def of_return(result: Any, registered: bool, trained: bool) -> str | None:
     """Of the function's return with this result; None if it is right."""
     if not registered:
-        return f"ended without run.restore(...); {NEEDED}"
+        alone = f"what trains in a process of its own is a command: `{command('-- COMMAND')}`"
+        return f"ended without run.restore(...); {NEEDED}; {alone}"
     if not trained:
         return f"ended without a step of run.steps(...); {NEEDED}"
     if not isinstance(result, (dict, type(None))):

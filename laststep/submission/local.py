@@ -1,15 +1,14 @@
 """Ranks on this machine: --local and --debug, `submit(config, local=True)` from a program or a notebook, and
 `python -m laststep --spawn N`.
 
-The processes of --local learn their ranks from the variables that submitit's local executor would set; those of --spawn
-are started by torch.multiprocessing (laststep/ranks/launchers.py, Spawn).
+The processes of --local learn their ranks from the variables that submitit's local executor would set, those of --spawn
+from variables of our own (laststep/ranks/launchers.py, SPAWN).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -18,11 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
 from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from laststep import say
 from laststep.attempt import user_error
@@ -34,7 +30,7 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import COMMAND
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
-from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, session, started
+from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, die_with_parent, next_signal, session, started
 from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
@@ -44,8 +40,6 @@ from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog, print_cause
 from laststep.trainer import Trainer
 
-if TYPE_CHECKING:
-    from torch.multiprocessing.spawn import ProcessContext
 POLL_S = 0.05
 FORK_S = 60.0  # how long the start of a rank waits for a process, where the kernel has none to give
 REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
@@ -383,83 +377,51 @@ def _say(text: str) -> None:
 
 
 def spawn(ranks: int, work: Callable[[], int]) -> int:
-    """Call `work`, which must be picklable, in this many processes, each with its rank in the environment, see
-    `SPAWN` in laststep.ranks.launchers.
+    """Call `work` in this many processes, each with its rank in the environment, see `SPAWN` in
+    laststep.ranks.launchers. Returns in each of them what `work` returns.
 
     Signals that ask for a stop are forwarded. Returns 0, or the exit status of the first rank that failed. Raises the
     ConfigError that `work` raised.
     """
     if ranks < 1:
         raise ConfigError(f"--spawn {ranks}: must be at least 1")
-    # Imported here, so that wrong words are refused without waiting for torch.
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
-
     job = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    pids: list[int] = []
-    early: list[int] = []  # signals that arrived before there were ranks
-
-    def forward(number: int, frame: FrameType | None = None) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+    refusals, refuse = os.pipe()
+    os.set_blocking(refusals, False)
+    held = (*STOP_SIGNALS, signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)  # in the ranks until Signals.catch
+    alive: list[int] = []
+    for rank in range(ranks):
+        say.flush_output()
+        pid = started(os.fork, FORK_S)
+        if not pid:
+            os.environ |= {"LASTSTEP_RANK": str(rank), "LASTSTEP_WORLD_SIZE": str(ranks), "LASTSTEP_JOB": job}
+            die_with_parent(signal.SIGINT)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            try:
+                return work()
+            except ConfigError as error:
+                os.write(refuse, str(error).encode())  # one process is to print it
+                raise SystemExit(2) from None
+        alive.append(pid)
+    os.close(refuse)
+    first, kill_at = 0, float("inf")
+    while alive:
+        number = next_signal(held, POLL_S)
+        for pid in list(alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                alive.remove(pid)
+                code = os.waitstatus_to_exitcode(status)
+                first = first or (code if code >= 0 else 1)
+                if code:
+                    kill_at = min(kill_at, time.monotonic() + (REFUSED_S if code == 2 else GRACE_S))
+            elif time.monotonic() > kill_at:
+                os.kill(pid, signal.SIGKILL)
+            elif number is not None and number != signal.SIGCHLD:
                 os.kill(pid, number)
-        if not pids:
-            early.append(number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, forward)
-    resource_tracker.ensure_running()  # now, before blocking: its start unblocks SIGINT and SIGTERM
-    # The signals stay blocked in the ranks until Signals.catch.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    context = start_processes(_rank, (ranks, job, work), nprocs=ranks, join=False)
-    assert context is not None
-    pids += context.pids()
-    for missed in early:
-        forward(missed)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
-        done = False
-        while not done:
-            ended = wait(list(context.sentinels))
-            for process in context.processes:
-                if process.sentinel in ended:
-                    process.join()  # its pipe is closed a moment before its exit status is known
-            if refusal := _refusal(context):
-                _kill_after(REFUSED_S, context)
-                raise ConfigError(refusal)
-            done = context.join(grace_period=GRACE_S)
-    except ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 1
-    except ProcessRaisedException:
-        if refusal := _refusal(context):
-            raise ConfigError(refusal) from None
-        raise
-    return 0
-
-
-def _refusal(context: ProcessContext) -> str | None:
-    """The message of the ConfigError that ended a rank, if one did."""
-    for process, path in zip(context.processes, context.error_files):
-        if process.exitcode is None or not os.path.exists(path):
-            continue
-        kind, _, text = str(pickle.loads(Path(path).read_bytes())).strip().splitlines()[-1].partition(": ")
-        if kind.endswith(".ConfigError"):
-            return text
-    return None
-
-
-def _kill_after(seconds: float, context: ProcessContext) -> None:
-    """Kill the ranks that have not ended by themselves within this time."""
-    deadline = time.monotonic() + seconds
-    for process in context.processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-
-
-def _rank(rank: int, ranks: int, job: str, work: Callable[[], int]) -> None:
-    os.environ |= {"LASTSTEP_RANK": str(rank), "LASTSTEP_WORLD_SIZE": str(ranks), "LASTSTEP_JOB": job}
-    try:
-        sys.exit(work())
-    except Exception as error:
-        if user_error.is_silenced(error):  # it is in the log
-            sys.exit(1)
-        raise
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with contextlib.suppress(BlockingIOError):  # none, and something that a rank has started lives
+        if refusal := os.read(refusals, 1 << 16).decode():
+            raise ConfigError(refusal)
+    return first

@@ -7,9 +7,11 @@ runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import operator
 import re
 import shutil
 import time
@@ -41,24 +43,65 @@ RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 class Change(dict[str, Any]):
     """What sets one run of a sweep apart: values by dotted key."""
 
-    def __init__(self, values: Mapping[str, Any], typed: Mapping[str, str] = {}) -> None:
+    def __init__(self, values: Mapping[str, Any], typed: Mapping[str, str] = {}, words: Mapping[int, str] = {}) -> None:
         super().__init__(values)
         self.typed = {key: typed.get(key, str(value)) for key, value in values.items()}  # as the user wrote them: 1e9
+        self.words = words  # those of the script that vary, by their number; `values` has them by their option's name
+
+    def __or__(self, other: Change) -> Change:  # type: ignore[override]
+        return Change({**self, **other}, {**self.typed, **other.typed}, {**self.words, **other.words})
+
+    def settings(self, script: Sequence[str]) -> dict[str, Any]:
+        """The values of configuration keys alone. `script`: its words, as they were typed."""
+        if not self.words:
+            return dict(self)
+        names = labels(script)
+        changed = [self.words.get(number, word) for number, word in enumerate(script)]
+        return {"script": changed, **{key: self[key] for key in self if key not in names.values()}}
 
 
-def combinations(words: Iterable[str]) -> list[Change]:
-    """Every combination of the values in `key=v1,v2` and `key=0..4` words. Raises ConfigError."""
-    choices = []
+def combinations(words: Iterable[str], script: Sequence[str] = ()) -> list[Change]:
+    """Every combination of the values in `key=v1,v2` and `key=0..4` words, and in the marked words of a script. Raises
+    ConfigError."""
+    choices: list[list[tuple[str, str]]] = []
     for word in words:
         key, _, text = word.partition("=")
         choices.append([(key, str(value)) for piece in _split(text) for value in _range(word, piece)])
+    names = labels(script)
+    for number, name in names.items():
+        text = script[number].partition("@")[2]
+        choices.append([(name, str(value)) for piece in _split(text) for value in _range(script[number], piece)])
+    keys = [texts[0][0] for texts in choices]
+    if twice := [name for name in names.values() if keys.count(name) > 1]:
+        raise ConfigError(f"{twice[0]}: two of what varies go by this name, and so would the runs; leave one out")
     if (count := math.prod(map(len, choices))) > MOST_RUNS:
         raise ConfigError(f"{count} combinations: a sweep has at most {MOST_RUNS}")
-    parsed = [[_parsed(key, text) for key, text in texts] for texts in choices]
-    return [
-        Change({k: v for one in chosen for k, v in one.items()}, {k: v for one in chosen for k, v in one.typed.items()})
-        for chosen in itertools.product(*parsed)
+    of_script = {name: (number, script[number].partition("@")[0]) for number, name in names.items()}
+    parsed = [
+        [
+            Change({key: text}, words={of_script[key][0]: of_script[key][1] + text})
+            if key in of_script
+            else _parsed(key, text)
+            for key, text in texts
+        ]
+        for texts in choices
     ]
+    return [functools.reduce(operator.or_, chosen, Change({})) for chosen in itertools.product(*parsed)]
+
+
+MARKED = re.compile(r"(?:-*([\w.-]+)=)?@(.+)", re.DOTALL)
+
+
+def labels(script: Sequence[str]) -> dict[int, str]:
+    """The words of a script that are marked to vary, by their number, with the name that each goes by: `lr` for
+    `--lr @0.1,0.2`, `--lr=@0.1,0.2` and hydra's `lr=@0.1,0.2`. Only several values vary."""
+    names = {}
+    for number, word in enumerate(script):
+        found = MARKED.fullmatch(word)
+        if found and has_several_values(f"={found[2]}"):
+            before = script[number - 1] if number and script[number - 1].startswith("-") else f"word{number}"
+            names[number] = found[1] or re.sub(r"[^\w.]", "_", before.lstrip("-"))
+    return names
 
 
 def _parsed(key: str, text: str) -> Change:
@@ -105,7 +148,7 @@ def plan(config: Config, changes: Sequence[Change]) -> dict[str, tuple[Config, s
     values = [json.dumps(change) for change in changes]
     if same := next((i for i, value in enumerate(values) if values.index(value) < i), None):
         raise ConfigError(f"{names[same]}: has the values of {names[values.index(values[same])]}; leave one out")
-    changed = [{**change, "launch.name": name} for change, name in zip(changes, names)]
+    changed = [{**change.settings(config.script), "launch.name": name} for change, name in zip(changes, names)]
     planned = dict(zip(names, variants(config, changed)))
     for varied, _ in planned.values():
         for check in NAME_CHECKS:

@@ -13,6 +13,7 @@ import pytest
 from laststep import script
 from laststep.cli.main import main
 from laststep.config.config import Config
+from laststep.ranks.process import children_of
 from laststep.records import progress
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -58,7 +59,7 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
     """Before anything is submitted, in one line."""
     (folder / "other.py.txt").touch()
     (folder / "knows.py").write_text("import laststep\n")
-    assert refusal(["--local", "--", *words.split()], capfd, folder) == f"error: {said.format(folder=folder)}\n"
+    assert refusal(["--local", "--", *words.split()], capfd, folder) == said.format(folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_refused(words: str, said: str, folder: Path, capfd: pytest.CaptureFixtu
 )
 def test_what_it_cannot(words: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What needs steps that Laststep knows is refused before it costs anything."""
-    assert refusal(words.split(), capfd, folder).startswith(f"error: {said}")
+    assert refusal(words.split(), capfd, folder).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,16 @@ def test_progress_is_a_changed_file(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_is_killed(folder: Path) -> None:
-    """All ranks start again, and find what they have saved; the others were asked to end, and could save. Laststep's
-    part of a rank imports no torch, and no process is left."""
-    said = types(folder, *TWO_RANKS, "other.py", "--steps", "40", "--kill-at", "13")
+    """All ranks start again, and find what they have saved; the others were asked to end, and could save. No
+    process is left."""
+    said = types(folder, *TWO_RANKS, "other.py", "--steps", "80", "--kill-at", "13")
     run = RunDir(folder / "runs" / "run")
     assert [(r["reason"], r["requeue"], r["blamed"] != []) for r in read_lines(run.attempts)] == [
         ("failed", True, True),
         ("finished", False, False),
     ]
     assert "the command was killed by SIGKILL" in read_lines(run.attempts)[0]["error"]
-    assert "rank 0 at 0:2:2 from step 0, resumes 0, torch False" in said
+    assert "rank 0 at 0:2:2 from step 0, resumes 0" in said
     assert "rank 0 stops by SIGTERM at step" in said and "restarting the ranks after a fault" in said
     assert "rank 1 at 1:2:2 from step 10, resumes 1" in log_of(run, 1)
     assert said.endswith("kept   runs/run/files\n")
@@ -140,8 +141,22 @@ def test_a_rank_is_killed(folder: Path) -> None:
     for verb in (["verify", "run"], ["export", "run", "x.pt"], ["evaluate", "run"], ["--from", "run"]):
         assert "other.py resumes by itself" in types(folder, *LAUNCH, *verb, status=2)
     assert "run: finished\n" in types(folder, *LAUNCH, "resume", "run", "--local")
-    said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "45")
-    assert "rank 0 at 0:2:2 from step 40, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
+    said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "85")
+    assert "rank 0 at 0:2:2 from step 80, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
+
+
+@pytest.mark.slow
+def test_laststeps_own_process_is_killed(folder: Path) -> None:
+    """The command dies with it, and what that has started; the other ranks notice, and all start again."""
+    command = begin(folder, [*TWO_RANKS, "other.py", "--steps", "80"])
+    run = RunDir(folder / "runs" / "run")
+    wait_until(lambda: len(list(run.files.glob("state_?"))) == 2, "the command did not start")
+    (rank_1,) = children_of(max(children_of(command.pid)))
+    os.kill(rank_1, signal.SIGKILL)
+    said = "".join(end(command, 0))
+    assert "rank 1 on " in said and "ended without a word: it was killed" in said
+    assert reasons(run) == ["failed", "finished"]
+    assert_nothing_lives(run)
 
 
 @pytest.mark.slow
@@ -167,13 +182,15 @@ def test_an_error_of_its_own(folder: Path) -> None:
 )
 def test_a_stop(words: tuple[str, ...], folder: Path) -> None:
     """Ctrl-C reaches the command, also behind a shell; its end is awaited, nothing outlives it, and `resume` starts it
-    again with the words that it had."""
+    again with the words that it had. Laststep's own processes beside it import no torch: seconds, and memory."""
     (folder / "other.sh").write_text(f"{sys.executable} other.py --steps 4000\necho not reached\n")
     (folder / "package").mkdir()
     shutil.copy(OTHER, folder / "package" / "other.py")
     command = begin(folder, [*TWO_RANKS, *words])
     run = RunDir(folder / "runs" / "run")
     wait_until(lambda: len(list(run.files.glob("state_?"))) == 2, "the command did not start")
+    ours = [*(supervisors := children_of(command.pid)), *(rank for pid in supervisors for rank in children_of(pid))]
+    assert len(ours) == 4 and all("libtorch" not in Path(f"/proc/{pid}/maps").read_text() for pid in ours)
     command.send_signal(signal.SIGINT)
     said = "".join(end(command, 128 + signal.SIGINT))
     assert "rank 0 stops by SIGTERM at step" in said and "not reached" not in said
@@ -210,3 +227,50 @@ def test_a_module_of_its_own_knows_us(folder: Path) -> None:
     (folder / "outer.py").write_text("import inner\n")
     said = types(folder, *LAUNCH, "--local", "--name", "run", "outer.py", status=1)
     assert "write `import laststep` into the script" in said
+
+
+FUNCTION = """
+import argparse, os, signal, subprocess
+from torch import nn, optim
+
+def main(run):
+    argparse.ArgumentParser().parse_args()
+    open("helper", "w").write(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    if os.environ.get("ALONE"):
+        return
+    model = nn.Linear(1, 1)
+    run.restore(model=model, optimizer=optim.SGD(model.parameters()))
+    for step in run.steps(count=9):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_function_starts(folder: Path) -> None:
+    """A function that parses arguments gets none of Laststep's, and what it has started ends with its attempt, however
+    that ends. One whose script did all the work is told how to run that."""
+    (folder / "own.py").write_text(FUNCTION)
+    words = (*LAUNCH, "--local", "device=cpu", "task=own.main", "--name")
+    types(folder, *words, "run", status=128 + signal.SIGTERM)
+    assert reasons(RunDir(folder / "runs" / "run")) == ["cancelled"]
+    assert not os.path.exists(f"/proc/{(folder / 'helper').read_text()}")
+    said = types(folder, *words, "alone", env={"ALONE": "1"}, status=2)
+    assert "what trains in a process of its own is a command: `" in said
+    assert not os.path.exists(f"/proc/{(folder / 'helper').read_text()}")
+
+
+@pytest.mark.slow
+def test_a_sweep_of_its_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Marked words alone vary, each run is called by them, and `status` shows them in columns of their own."""
+    words = ("sweep", "--name", "scan", "--local", "other.py", "--steps", "@3,4", "--lr=@1e-3,0.10")
+    assert main([*words[:4], "--dry-run", *words[4:]]) == 0
+    assert "\nscan-steps_3-lr_1e-3  steps=3 lr=1e-3\n" in capfd.readouterr().out
+    said = types(folder, *LAUNCH, *words)
+    assert "sweep  scan: 4 finished" in said and "done, lr 0.1, " in said
+    run = RunDir(folder / "runs" / "scan-steps_4-lr_0.10")
+    assert Config.parse(run.config.read_text()).script == ["other.py", "--steps", "4", "--lr=0.10"]
+    assert (run.files / "state_0").exists() is False, "saved at every fifth step only"
+    shown = types(folder, *LAUNCH, "status", "--sweep", "scan")
+    assert shown.splitlines()[0].split()[:4] == ["run", "state", "steps", "lr"] and " 0.10 " in shown
+    assert "0 to do" in types(folder, *LAUNCH, *words), "all have finished"

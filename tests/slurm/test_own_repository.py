@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from laststep.checkpoint.export import weights_sha256
 from laststep.config.config import Config
 from laststep.records.submissions import read_submissions
+from tests.cli.test_command_runs import OTHER, assert_nothing_lives
 from tests.cli.test_script import TRAIN
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.user import User
@@ -82,6 +84,52 @@ def test_a_script(mine: User) -> None:
     shutil.copy(TRAIN, mine.folder / "src" / "train.py")
     mine.types("--local", "--tasks-per-node", "2", "--name", "undisturbed", "device=cpu", *words)
     assert fingerprint(mine.run("script")) == fingerprint(mine.run("undisturbed"))
+
+
+@pytest.mark.parametrize("before", [("src/other.py",), ("--", sys.executable, "src/other.py")])
+def test_a_command(before: tuple[str, ...], mine: User) -> None:
+    """A script that does not know Laststep, by its name and as a command: one rank killed, then preempted; the copy of
+    the code runs, not what was edited since; the ranks find what they have saved, and nothing outlives them."""
+    shutil.copy(OTHER, mine.folder / "src" / "other.py")
+    words = (*before, "--steps", "200", "--kill-at", "13")
+    mine.types("--name", "command", "--nodes", "2", "launch.slurm.hold=true", *words)
+    with (mine.folder / "src" / "other.py").open("a") as file:
+        file.write("\nprint('edited since')\n")
+    mine.cluster.run("scontrol", "release", mine.job_of("command"))
+    mine.waits_for("command", "from step 10, resumes 1")
+    mine.cluster.run("scontrol", "requeue", mine.job_of("command"))
+    records = mine.waits_for_end("command", "finished")
+    assert [(record["reason"], record["requeue"]) for record in records] == [
+        ("failed", True),
+        ("preempted", True),
+        ("finished", False),
+    ]
+    assert records[1]["step_restarts"] == 1, "restarted within the step"
+    logs = mine.types("logs", "command")
+    assert "edited since" not in logs and "rank 1 stops by SIGTERM at step" in logs
+    assert logs.count(f"done, lr 0.1, {mine.run('command').code}/src/other.py") == 2
+    assert "rank 1 at 0:1:2 from step 0, resumes 0" in logs
+    assert_nothing_lives(mine.run("command"))
+    assert "resumes by itself: steps lost are its own" in mine.types("status", "command")
+
+
+def test_a_command_whose_rank_is_killed(mine: User) -> None:
+    """Laststep's own processes beside the command of rank 0 are killed: all start again. Then the run is cancelled, and
+    resumed with its words."""
+    shutil.copy(OTHER, mine.folder / "src" / "other.py")
+    mine.types(
+        "--name", "killed", "--nodes", "2", "--", "bash", "-c", f"{sys.executable} src/other.py --steps 400; true"
+    )
+    mine.waits_for("killed", "from step 0, resumes 0", times=2)
+    mine.kills("killed", 0)
+    mine.waits_for("killed", "resumes 1", times=2)
+    said = mine.types("cancel", "killed")
+    assert "killed: stopped, and resumes by itself; to continue: " in said
+    first, second = mine.waits_for_end("killed", "cancelled")
+    assert first["requeue"] and first["reason"] in ("lost", "failed") and second["restart"] == 0
+    assert_nothing_lives(mine.run("killed"))
+    mine.types("resume", "killed")
+    mine.waits_for_end("killed", "finished")
 
 
 def test_from_ones_own_repository(mine: User) -> None:

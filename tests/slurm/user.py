@@ -44,7 +44,8 @@ class User:
     def types(self, *words: str, status: int = 0) -> str:
         """Run `python launch.py WORDS` and return what it printed. Any other exit status fails the test."""
         ours, scripts = script.split(words) if "resume" not in words else (words, [])
-        command = [self.python, self.program, *ours, f"launch.root={self.root}", *scripts]
+        separator = ["--"] if "--" in words and scripts == list(words[words.index("--") + 1 :]) else []
+        command = [self.python, self.program, *ours, f"launch.root={self.root}", *separator, *scripts]
         done = subprocess.run(
             command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S
         )

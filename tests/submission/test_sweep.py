@@ -14,6 +14,7 @@ from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
+from laststep.script import as_override
 from laststep.submission.sweep import combinations, name_of
 from tests.support.commands import fake_squeue, refusal
 from tests.support.records import ended_attempt
@@ -37,6 +38,29 @@ def test_combinations() -> None:
 def test_no_combinations(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         combinations([word])
+
+
+def test_marked_words_of_a_script() -> None:
+    """Only what is marked varies: `--betas 0.9,0.95` is one argument, and `@args.txt` a file of arguments."""
+    script = ["train.py", "--lr", "@1e-3,3e-4", "--betas", "0.9,0.95", "@args.txt", "model.depth=@2..3", "--x=@a,b"]
+    found = combinations(["seed=1,2"], script)
+    assert len(found) == 16
+    assert found[-1] == {"seed": 2, "lr": "3e-4", "model.depth": "3", "x": "b"}
+    assert name_of("scan", found[-1].typed) == "scan-seed_2-lr_3e-4-depth_3-x_b"
+    words = ["train.py", "--lr", "3e-4", "--betas", "0.9,0.95", "@args.txt", "model.depth=3", "--x=b"]
+    assert found[-1].settings(script) == {"seed": 2, "script": words}
+    with pytest.raises(ConfigError, match=r"^seed: two of what varies go by this name"):
+        combinations(["seed=1,2"], ["train.py", "--seed", "@3,4"])
+
+
+def test_awkward_words_of_a_script_stay() -> None:
+    """YAML and OmegaConf would take them for something else."""
+    awkward = ["train.py", "yes", "${HOME}", "[1,2]", "it's", "\\", "é: x # y", "", "--lr", "@1,2"]
+    config = Config.load(None, [as_override(awkward)])
+    changes = [change.settings(config.script) for change in combinations([], awkward)]
+    for (varied, text), lr in zip(variants(config, changes), ("1", "2")):
+        assert varied.script == [*awkward[:-1], lr]
+        assert Config.parse(text).script == varied.script
 
 
 def test_names() -> None:

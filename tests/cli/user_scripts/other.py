@@ -20,7 +20,7 @@ saved = folder / f"state_{rank}"
 step = int(saved.read_text()) if saved.exists() else 0
 resumes = os.environ.get("LASTSTEP_RESUMES", "0")
 place = ":".join(os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-print(f"rank {rank} at {place} from step {step}, resumes {resumes}, torch {'torch' in sys.modules}", flush=True)
+print(f"rank {rank} at {place} from step {step}, resumes {resumes}", flush=True)
 helper = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # left behind, whatever happens
 (folder / f"helper_{rank}_{os.environ['LASTSTEP_ATTEMPT']}").write_text(str(helper.pid))
 
