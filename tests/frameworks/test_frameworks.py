@@ -101,7 +101,7 @@ def test_sharded(root: Path, task: str, package: str) -> None:
         assert attempt.wait() == [STOPPED, STOPPED], attempt.output()
     run = train(disturbed)
     assert fingerprint(run) == undisturbed_run(config(root, "unused", task))
-    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 2, 4]
+    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 2, 5]
 
 
 def test_refused_settings(root: Path) -> None:
