@@ -39,8 +39,8 @@ class Digits(LightningModule):
 
 
 def main(run: Run) -> None:
-    loader = run.loader(digits(train=True), batch_size=BATCH_SIZE * run.size)
+    loader = DataLoader(digits(train=True), batch_size=BATCH_SIZE, shuffle=True)
     val_loader = DataLoader(digits(train=False), batch_size=BATCH_SIZE)
     callbacks = [EarlyStopping("val_loss", patience=3)]
-    trainer = Trainer(run, max_epochs=EPOCHS, callbacks=callbacks)
+    trainer = Trainer(run, max_epochs=EPOCHS, strategy="ddp", callbacks=callbacks)
     trainer.fit(Digits(), loader, val_loader)

@@ -5,7 +5,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from examples.ports.data import text
 from laststep import Run
-from laststep.frameworks.transformers import train
+from laststep.frameworks.transformers import follow
 
 EPOCHS, BATCH_SIZE, BLOCK = 1, 8, 64
 
@@ -24,4 +24,5 @@ def main(run: Run) -> None:
         report_to="none",
     )
     trainer = Trainer(model, args, train_dataset=samples[40:], eval_dataset=samples[:40])
-    train(run, trainer)
+    follow(run, trainer)
+    trainer.train()

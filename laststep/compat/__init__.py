@@ -391,21 +391,16 @@ def leave_signals_alone(trainer: Any) -> None:
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
-def replace_lightning_loader(trainer: Any, adopt: Callable[[Any], Any]) -> None:
-    """Have the Trainer train from what `adopt` makes of its training loader, as the user has made that: by default
-    Lightning puts another sampler into it, which shuffles."""
-    connector, strategy = trainer._data_connector, trainer.strategy
-    prepare, setup = connector._prepare_dataloader, trainer.fit_loop.setup_data
+def replace_lightning_loaders(trainer: Any, of_fit: Callable[[Any], Any], of_others: Callable[[Any], Any]) -> None:
+    """Have the Trainer train from what `of_fit` makes of its training loader, as the user has made that: by default
+    Lightning puts another sampler into it, which shuffles. `of_others` replaces all other loaders."""
+    connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
 
-    def setup_data() -> None:
-        connector._prepare_dataloader = lambda loader, **_: adopt(loader)
-        strategy.adopts = True
-        try:
-            setup()
-        finally:
-            connector._prepare_dataloader, strategy.adopts = prepare, False
+    def prepare_dataloader(loader: Any, shuffle: bool, mode: Any = None) -> Any:
+        return of_fit(loader) if mode == "train" else of_others(prepare(loader, shuffle=shuffle, mode=mode))
 
-    trainer.fit_loop.setup_data = setup_data
+    connector._prepare_dataloader = prepare_dataloader
 
 
 def lightning_swa_model(callback: Any) -> Any:

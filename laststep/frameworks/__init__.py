@@ -24,7 +24,7 @@ VERSIONS = {
 }
 
 
-def lightning(part: str) -> Any:
+def lightning_part(part: str) -> Any:
     """Lightning's package `pytorch` or `fabric`: of `lightning`, or of `pytorch_lightning` if the script has imported
     that. The two know nothing of each other."""
     other = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}

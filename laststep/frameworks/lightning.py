@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader
-from laststep.frameworks import lightning, unusable
+from laststep.frameworks import lightning_part, unusable
 from laststep.frameworks.fabric import ddp_options
 from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation, adopted
 from laststep.loops.custom_loop import LeaveFunction
@@ -29,14 +29,16 @@ from laststep.loops.gradients import rehearse_without_forward
 from laststep.loops.run import Run, loop_of
 
 try:
-    pytorch = lightning("pytorch")
+    pytorch: Any = lightning_part("pytorch")
 except ImportError as error:
     raise unusable(__name__, error) from error
 
+Plain, Callback, DDPStrategy = pytorch.Trainer, pytorch.Callback, pytorch.strategies.DDPStrategy
+Sharding = pytorch.strategies.ModelParallelStrategy
 DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "ddp_find_unused_parameters_true": True}
 
 
-class Trainer(pytorch.Trainer):
+class Trainer(Plain):
     """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)`. All other arguments are Lightning's.
 
     `fit` takes its training data from a DataLoader, a datamodule or the module, or what `run.loader(dataset,
@@ -45,9 +47,14 @@ class Trainer(pytorch.Trainer):
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         _refuse(arguments)
-        unused = DDP[arguments.pop("strategy", "auto")]
-        options = ddp_options(run) | ({} if unused is None else {"find_unused_parameters": unused})
-        arguments.update(strategy=_Strategy(run, **options), num_nodes=loop_of(run).group.world.nodes, devices="auto")
+        strategy = arguments.get("strategy", "auto")
+        if not isinstance(strategy, Sharding):
+            unused = DDP[strategy]
+            options = ddp_options(run) | ({} if unused is None else {"find_unused_parameters": unused})
+            strategy = _Strategy(run, **options)
+        for name, value in ddp_options(run).items():
+            setattr(strategy, name, value)
+        arguments.update(strategy=strategy, num_nodes=loop_of(run).group.world.nodes, devices="auto")
         arguments.setdefault("enable_progress_bar", sys.stdout.isatty())
         callbacks = arguments.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -87,8 +94,11 @@ class Trainer(pytorch.Trainer):
 def _refuse(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments with which a run would not resume exactly."""
     strategy = arguments.get("strategy", "auto")
-    if not isinstance(strategy, str) or strategy not in DDP:
-        raise ConfigError(f"Trainer(strategy={strategy!r}): choose one of {', '.join(DDP)}")
+    if not isinstance(strategy, Sharding) and (not isinstance(strategy, str) or strategy not in DDP):
+        raise ConfigError(
+            f"Trainer(strategy={strategy!r}): choose one of {', '.join(DDP)}, or a ModelParallelStrategy with "
+            "tensor_parallel_size=1, in whose configure_model() fully_shard shards the model"
+        )
     if arguments.get("max_time") is not None:
         raise ConfigError("Trainer(max_time=...): a run that ends by the clock cannot be repeated; use max_steps")
     if arguments.get("reload_dataloaders_every_n_epochs"):
@@ -99,8 +109,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
 
 
-class _Strategy(pytorch.strategies.DDPStrategy):
-    """Lightning's DDP, whose validations can be stopped."""
+class _Strategy(DDPStrategy):
+    """Lightning's DDP, on nodes that may have different numbers of ranks."""
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -110,13 +120,8 @@ class _Strategy(pytorch.strategies.DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self._of_run.size, "rank": self._of_run.rank}
 
-    adopts = False  # whether the next loader is the one to train from
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        return dataloader if self.adopts else FrameworkValidation(self._of_run, dataloader)
-
-
-class _Follower(pytorch.Callback):
+class _Follower(Callback):
     """Follows Lightning's loop: registers what it trains, and marks where each step and each epoch ends."""
 
     steps: FrameworkSteps  # once Lightning has its data
@@ -139,7 +144,9 @@ class _Follower(pytorch.Callback):
                 self.steps.end_step()  # now, since Lightning waits for the other ranks before it asks for a batch
 
         loop.on_advance_end = on_advance_end
-        compat.replace_lightning_loader(trainer, lambda loader: self.adopt(trainer, loader))
+        compat.replace_lightning_loaders(
+            trainer, lambda loader: self.adopt(trainer, loader), lambda loader: FrameworkValidation(self._run, loader)
+        )
 
     def adopt(self, trainer: Any, loader: Any) -> FrameworkSteps:
         """The steps over this loader, for Lightning to iterate over. Raises ConfigError."""
@@ -165,7 +172,8 @@ class _Follower(pytorch.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             objects["scaler"] = scaler
-        rehearse_without_forward(trainer.strategy.model)
+        if isinstance(trainer.strategy, DDPStrategy):
+            rehearse_without_forward(trainer.strategy.model)
         loop_of(self._run).register(objects, rehearses=False)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -242,7 +250,8 @@ AVERAGE = "average_model_state"  # in the state of StochasticWeightAveraging
 
 def _averages(callbacks: list[Any]) -> Iterator[tuple[str, nn.Module]]:
     """The averaged models of callbacks, EMA's and SWA's, which Lightning keeps outside of their state or copies."""
-    models = [each for callback in callbacks for each in vars(callback).values() if isinstance(each, AveragedModel)]
+    models: list[nn.Module] = []
+    models += [each for callback in callbacks for each in vars(callback).values() if isinstance(each, AveragedModel)]
     models += [
         _swa_model(callback)
         for callback in callbacks
@@ -296,7 +305,7 @@ def _warn_of_own_state(run: Run, trainer: Any, module: Any) -> None:
     """Say what keeps a state that only a checkpoint of Lightning's own would hold."""
     for each, plain in [
         (module, pytorch.LightningModule),
-        *((callback, pytorch.Callback) for callback in trainer.callbacks),
+        *((callback, Callback) for callback in trainer.callbacks),
     ]:
         if type(each).on_save_checkpoint is not plain.on_save_checkpoint and not list(_averages([each])):
             loop_of(run).engine.progress.say(

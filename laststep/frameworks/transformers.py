@@ -99,8 +99,6 @@ def _refuse(trainer: Any) -> None:
     for name, usual in USUAL.items():
         if (given := getattr(args, name, None)) not in (usual, None):
             raise ConfigError(f"TrainingArguments({name}={given!r}): use {usual}")
-    if args.fsdp:
-        raise ConfigError(f"TrainingArguments(fsdp={args.fsdp!r}): sharded models cannot be registered; use DDP")
     order = (
         "group_by_length" if getattr(args, "group_by_length", False) else getattr(args, "train_sampling_strategy", "")
     )
@@ -131,10 +129,12 @@ class _Follower(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
-        if self._run.size > 1 and not isinstance(trainer.model_wrapped, DistributedDataParallel):
+        model = trainer.model_wrapped
+        averages = isinstance(model, DistributedDataParallel) or trainer.is_fsdp_enabled
+        if self._run.size > 1 and not averages:
             hint = "; on CPUs, set TrainingArguments(use_cpu=True)" if self._run.device.type == "cpu" else ""
             raise ConfigError(f"transformers.Trainer does not train with DistributedDataParallel{hint}")
-        objects = {"model": trainer.model_wrapped, "optimizer": trainer.optimizer.optimizer}
+        objects = {"model": model, "optimizer": trainer.optimizer.optimizer}
         objects |= {"scheduler": trainer.lr_scheduler, "transformers": _Progress(trainer, self._own)}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler

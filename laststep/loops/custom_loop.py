@@ -712,17 +712,15 @@ class CustomState:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The batches of a loader, `each` to a step. Without `each` batches left, the last step over the data has fewer.
-
-    Which ones a step has follows from its number alone.
-    """
+    """The batches of a loader, `each` to a step: which ones follows from its number alone. The last step of an epoch of
+    the data has those that are left."""
 
     loader: StepLoader | StepNumbers
     each: int
 
     def __len__(self) -> int:
         """Steps in an epoch of the data."""
-        return len(self.loader) if isinstance(self.loader, StepNumbers) else -(-len(self.loader) // self.each)
+        return -(-len(self.loader) // self.each) if isinstance(self.loader, StepLoader) else len(self.loader)
 
     @property
     def batch_size(self) -> int:
@@ -731,7 +729,7 @@ class MicroBatches:
 
     def of(self, step: int) -> range:
         """The numbers of the micro-batches of `step` (from 0), counted over all epochs."""
-        if self.each == 1 or isinstance(self.loader, StepNumbers):
+        if self.each == 1 or not isinstance(self.loader, StepLoader):
             return range(step * self.each, (step + 1) * self.each)
         epoch, number = divmod(step, len(self))
         first, end = epoch * len(self.loader) + number * self.each, (epoch + 1) * len(self.loader)

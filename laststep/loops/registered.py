@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 # Their state changes in the update of a step or after it, buffers excepted. All other objects may change earlier, so
-# their state is copied at the end of each step.
-TORCH_TYPES = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+# their state is copied at the end of each step; Accelerate's schedule counts micro-batches.
+TORCH_TYPES = (nn.Module, Optimizer, torch.amp.GradScaler)
 
 
 class Registered:
@@ -233,8 +233,6 @@ class _RegisteredSnapshot:
         for name, item in registered.objects.items():
             if isinstance(item, Optimizer):
                 self._optimizers[name] = OptimizerSnapshot(item, on_host)
-            elif isinstance(item, LRScheduler):
-                self._copies[name] = registered._copy(name)
 
     @property
     def state(self) -> State:

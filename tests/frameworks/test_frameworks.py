@@ -84,6 +84,26 @@ def test_whole(root: Path, task: str, package: str, places: tuple[str, str, str]
     assert [record["lost_steps"] for record in read_lines(run.attempts)] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("task", "package"),
+    [
+        ("accelerate_sharded", "accelerate"),
+        ("lightning_sharded", "lightning"),
+        ("transformers_sharded", "transformers"),
+    ],
+)
+def test_sharded(root: Path, task: str, package: str) -> None:
+    """FSDP2 as each framework sets it up, with accumulation: each rank saves its own part at a stop, and loads it."""
+    require_package(package)
+    disturbed = config(root, task, task)
+    for place in ("step 3", "step 4"):
+        attempt = Attempt(disturbed, {"LASTSTEP_TEST_SIGNAL": f"SIGTERM {place} rank 1"})
+        assert attempt.wait() == [STOPPED, STOPPED], attempt.output()
+    run = train(disturbed)
+    assert fingerprint(run) == undisturbed_run(config(root, "unused", task))
+    assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 2, 5]
+
+
 def test_refused_settings(root: Path) -> None:
     """Each would end in other weights, or in a checkpoint of the framework's own at SIGTERM: one line says what to
     write instead, before the training."""

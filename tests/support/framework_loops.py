@@ -153,6 +153,68 @@ def lightning_swa(run: Run) -> None:
     Trainer(run, max_epochs=3, callbacks=[average], logger=False).fit(Classifier(), datamodule=Digits())
 
 
+def lightning_sharded(run: Run) -> None:
+    """Lightning's ModelParallelStrategy, with FSDP2."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from laststep.frameworks.lightning import Trainer
+    from tests.support.lightning_modules import Digits, Sharded
+
+    strike(run)
+    strategy = ModelParallelStrategy(data_parallel_size=run.size, tensor_parallel_size=1)
+    Trainer(run, max_epochs=2, strategy=strategy, accumulate_grad_batches=2, logger=False).fit(
+        Sharded(), datamodule=Digits()
+    )
+
+
+def as_on_gpus(accelerator: Any) -> None:
+    """Let Accelerate shard by FSDP2 on CPUs too, which it does on GPUs alone."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+
+
+def accelerate_sharded(run: Run) -> None:
+    """A loop on Accelerate with its FSDP2 plugin, and accumulation."""
+    from accelerate import Accelerator
+
+    strike(run)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    as_on_gpus(accelerator)
+    model = nn.Sequential(nn.Linear(784, 16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 10))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    run.restore(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for images, labels in run.steps(run.loader(few_digits(train=True), 8), accumulate=2):
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                run.log(loss=loss)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def transformers_sharded(run: Run) -> None:
+    """The Trainer of transformers with FSDP2."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from laststep.frameworks.transformers import follow
+
+    strike(run)
+    lines = data.text()[: 52 * 16].view(-1, 16)
+    samples = [{"input_ids": line, "labels": line} for line in lines]
+    sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    plain = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
+    options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    args = TrainingArguments(output_dir="gpt2", use_cpu=True, report_to="none", **options)
+    trainer = Trainer(GPT2LMHeadModel(plain), args, train_dataset=samples)
+    as_on_gpus(trainer.accelerator)
+    trainer.is_fsdp_enabled = True
+    follow(run, trainer)
+    trainer.train()
+
+
 def transformers_whole(run: Run) -> None:
     """The Trainer's gradient_accumulation_steps and load_best_model_at_end, and a subclass that counts for itself, with
     trainer.train() as it stands."""
@@ -165,7 +227,8 @@ def transformers_whole(run: Run) -> None:
 
         def __init__(self, *words: Any, **more: Any) -> None:
             super().__init__(*words, **more)
-            self.tokens_trained, self.means = 0, {"train": defaultdict(list), "eval": defaultdict(list)}
+            self.tokens_trained = 0
+            self.means: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
 
         def compute_loss(self, model: nn.Module, inputs: Any, *words: Any, **more: Any) -> Any:
             mode = "train" if model.training else "eval"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, callbacks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
@@ -64,6 +65,17 @@ class TwoOptimizers(Classifier):
     def configure_optimizers(self) -> Any:
         first, second = self.network[:2].parameters(), self.network[2:].parameters()
         return [torch.optim.Adam(first, lr=0.01), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
+
+
+class Sharded(Classifier):
+    """Shards its network by FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(784, 16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 10))
+
+    def configure_model(self) -> None:
+        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
 
 def averages() -> list[Any]:
