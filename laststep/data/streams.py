@@ -454,9 +454,11 @@ class StepStream:
         return self._iterating  # type: ignore[return-value]
 
     def _load(self) -> Iterator[Any]:
-        raw = None if self._merges else self._collate
+        collate = None if self._merges else self._collate
+        parts = _Parts(self._spec, self._order, list(self.record.marks), collate)
+        note_ours(parts)
         loader = DataLoader(
-            _Parts(self._spec, self._order, list(self.record.marks), raw),
+            parts,
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._workers,
