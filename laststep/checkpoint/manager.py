@@ -233,6 +233,7 @@ class Position:
     one_epoch: bool = False  # the loop that has returned has no run.epochs(...)
     finished: bool = False  # the loop has returned; `metrics` is its result
     modes: str = ""  # of its modules in the last step, see laststep.loops.loop_rules
+    streams: dict[str, Any] = field(default_factory=dict)  # by their names, see laststep.data.streams.StreamRecord
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """End the current epoch after the last finished step. `record` is its line of metrics.jsonl."""

@@ -323,6 +323,14 @@ def shut_down_workers(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
+def hide_worker() -> None:
+    """From now on torch's get_worker_info() says that this process is no loader's worker: a data set would read only
+    some of its shards."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
 def open_iterations(objects: Iterable[Any]) -> list[tuple[Any, Any, int]]:
     """The unfinished iterations over DataLoaders among these objects: each with its data set, and how many batches it
     has given. Without those over persistent workers, which the loader keeps."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from types import MethodType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,10 +17,47 @@ from laststep.config.reads import view
 
 
 class FreeArgs(Namespace):
-    """The settings as attributes: args.lr."""
+    """The settings as attributes, args.lr, and as a mapping: args["lr"], "lr" in args, args.items()."""
 
     def __getattr__(self, name: str) -> Any:
         raise MissingArg(f"args.{name}: not set; give it a value, as in args.{name}=1")
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            value = getattr(self, name)
+        except MissingArg as error:
+            raise KeyError(str(error)) from None
+        if isinstance(value, MethodType):
+            raise KeyError(f"args.{name}: not set; give it a value, as in args.{name}=1")
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(str(name), self) is not self
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a setting, or the default."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def keys(self) -> KeysView[str]:
+        """The names of all settings."""
+        return vars(self).keys()
+
+    def values(self) -> ValuesView[Any]:
+        """The values of all settings."""
+        return vars(self).values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """The names and values of all settings."""
+        return vars(self).items()
 
 
 class MissingArg(ConfigError, AttributeError):
@@ -35,7 +74,7 @@ def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
     try:
         tree = OmegaConf.structured(schema)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"args: {schema.__name__} cannot hold settings: {first_line(error)}") from None
+        raise ConfigError(_wrong_field(schema, error)) from None
     _thaw(tree)
     for key, value in leaves(given):
         try:
@@ -51,6 +90,16 @@ def checked_args(schema: type, given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"args.{error.full_key}: not set, and {schema.__name__} has no default for it") from None
     except Exception as error:  # the dataclass's own check, in __post_init__
         raise ConfigError(f"args: {schema.__name__} refuses them: {first_line(error)}") from None
+
+
+def _wrong_field(schema: type, error: OmegaConfBaseException) -> str:
+    """Which field of a dataclass OmegaConf refuses."""
+    for field in dataclasses.fields(schema):
+        if field.default is None and field.name == error.full_key:
+            kind = str(getattr(field.type, "__name__", field.type))
+            return f"args: {schema.__name__}.{field.name}: {kind} = None: write {field.name}: {kind} | None = None"
+    name = f".{error.full_key}" if error.full_key else ""
+    return f"args: {schema.__name__}{name} cannot hold settings: {first_line(error)}"
 
 
 def user_args(settings: type | None, given: Mapping[str, Any], seen: set[str] | None = None) -> Any:

@@ -153,6 +153,8 @@ def value_of(key: str, kind: str | None, value: Any, written: Any) -> Any:
         return [_text(*pair) for pair in zip(value, written)]
     if kind in TEXT or (key.startswith(f"{SBATCH_OPTIONS}.") and not isinstance(value, bool)):
         return _text(value, written)
+    if key.startswith("args.") and isinstance(value, bool) and str(written).lower() not in ("true", "false"):
+        return written  # mixed_precision=no: a field that is bool takes the text as well
     return value
 
 

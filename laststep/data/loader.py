@@ -187,8 +187,17 @@ class _BatchDataset(Dataset[Any]):
 
 
 def is_ours(dataset: Any) -> bool:
-    """Whether this is the data set of a DataLoader that a LoaderFactory has made."""
-    return isinstance(dataset, _BatchDataset)
+    """Whether this is the data set of a DataLoader that a run resumes by itself."""
+    return isinstance(dataset, _BatchDataset) or any(dataset is each for each in _noted)
+
+
+_noted: list[Any] = []
+
+
+def note_ours(dataset: Any) -> None:
+    """From now on this counts as the data set of such a DataLoader."""
+    if not is_ours(dataset):
+        _noted.append(dataset)
 
 
 def _identity(batch: Any) -> Any:

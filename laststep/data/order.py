@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -222,10 +222,10 @@ class SampledOrder(Order):
 
 def order_of(sampler: Any, dataset_size: int, batch_size: int, seed: int, drop_last: bool) -> SampledOrder:
     """The order of a sampler. Raises ConfigError for one whose order a resumed run could not repeat."""
-    if isinstance(sampler, DistributedSampler):
+    if getattr(sampler, "num_replicas", 1) != 1 or isinstance(sampler, DistributedSampler):  # torch's own, or alike
         raise _refused(
-            "a DistributedSampler gives one rank's share; run.loader(...) shares each batch out itself: leave the "
-            "sampler out, or give the one that it wraps"
+            f"a {type(sampler).__name__} gives one rank's share; run.loader(...) shares each batch out itself: leave "
+            "the sampler out, or give one of the whole data set (num_replicas=1, rank=0)"
         )
     if getattr(sampler, "generator", None) is not None:
         raise _refused("its generator has a state that no checkpoint holds; make the sampler without one")
@@ -255,3 +255,44 @@ def draw(sampler: Any, seed: int, epoch: int) -> Indices:
 
 def _refused(why: str) -> ConfigError:
     return ConfigError(f"run.loader(sampler=...): {why}")
+
+
+class OwnGenerators:
+    """Generators of a custom loop's own, by name: seeded whenever the global ones are, each with numbers of its own. So
+    nothing of them is saved."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[str, Any]] = {}
+        self._last = 0
+
+    def get(self, name: str, kind: str, device: torch.device) -> Any:
+        """The generator of this name: "numpy" (numpy.random.Generator), "torch" (torch.Generator, on the device) or
+        "python" (random.Random). Raises ConfigError."""
+        makers: dict[str, Callable[[], Any]] = {
+            "numpy": lambda: numpy.random.Generator(numpy.random.PCG64(0)),
+            "torch": lambda: torch.Generator(device),
+            "python": lambda: random.Random(0),
+        }
+        if kind not in makers:
+            raise ConfigError(f"run.generator({name!r}, {kind!r}): must be 'numpy', 'torch' or 'python'")
+        if name not in self._by_name:
+            self._by_name[name] = (kind, makers[kind]())
+            self._seed(name, self._last)
+        known, generator = self._by_name[name]
+        if known != kind:
+            raise ConfigError(f"run.generator({name!r}, {kind!r}): this name is that of one of {known!r} already")
+        return generator
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them."""
+        self._last = seed
+        for name in self._by_name:
+            self._seed(name, seed)
+
+    def _seed(self, name: str, seed: int) -> None:
+        kind, generator = self._by_name[name]
+        own = seed_of("generator", name, seed)
+        if kind == "numpy":
+            generator.bit_generator.state = numpy.random.PCG64(own).state
+        else:
+            generator.manual_seed(own) if kind == "torch" else generator.seed(own)

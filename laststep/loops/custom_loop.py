@@ -33,7 +33,16 @@ from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
 from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
-from laststep.data.order import Order, SampledOrder, order_of, preserved_generators, seed_generators, seed_of
+from laststep.data.order import (
+    Order,
+    OwnGenerators,
+    SampledOrder,
+    order_of,
+    preserved_generators,
+    seed_generators,
+    seed_of,
+)
+from laststep.data.streams import StepStream
 from laststep.loops import loop_rules
 from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
@@ -42,6 +51,7 @@ from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
+from laststep.loops.streams import Streams
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from laststep.say import counted
@@ -126,12 +136,14 @@ class CustomLoop(Loop):
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
         self._state = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
-        self.shares = CustomShares(self.config, self.group, self._logged)
+        self.generators = OwnGenerators()
+        self.shares = CustomShares(self.config, self.group, self._logged, self.generators.seed)
         self._samples = 0  # of the open step, over all ranks
         self._checks: StepChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
         self._modes = Modes(self.engine.progress.say)
         self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
+        self.streams = Streams(self.group, self.config.seed, self.shares.total)
         self._has_epochs = False
         self._function_epoch, self._epochs = 0, 1  # the epoch the function is in (from 0), and their number
         self.group.connect_alone()
@@ -181,7 +193,9 @@ class CustomLoop(Loop):
             yield epoch
             self._logged.end_epoch()
 
-    def steps(self, loader: StepLoader | StepNumbers, count: int | None, accumulate: int = 1) -> Iterator[Any]:
+    def steps(
+        self, loader: StepLoader | StepStream | StepNumbers, count: int | None, accumulate: int = 1
+    ) -> Iterator[Any]:
         """The micro-batches, `accumulate` to a step, of the steps that are left of this epoch. It has `count` steps;
         None: once over the data."""
         self._check_still_runs()
@@ -223,7 +237,7 @@ class CustomLoop(Loop):
                     self._move(Event.BROKEN_OFF)
         self.end_steps()
 
-    def batches_left(self, loader: StepLoader | StepNumbers, count: int | None, accumulate: int) -> int:
+    def batches_left(self, loader: StepLoader | StepStream | StepNumbers, count: int | None, accumulate: int) -> int:
         """How many micro-batches `steps` has in the function's epoch, before it has begun."""
         position, drawn = self.engine.position, MicroBatches(loader, accumulate)
         done = position.batches if position.epoch == self._function_epoch else 0
@@ -321,7 +335,9 @@ class CustomLoop(Loop):
             self.engine.finish_restore()
             return True
         self.engine.watch.enter("preparing data")
-        self._seed("function")
+        # The same on all ranks: a model, or an average of it, that is made before DistributedDataParallel wraps it.
+        place = 0 if self.shares.total is None else self.shares.place
+        self._draw(seed_of("function", self.config.seed, place))
         self._too_early = register_optimizer_step_pre_hook(self._updates_too_early)
         try:
             result = self._call_function()
@@ -334,6 +350,7 @@ class CustomLoop(Loop):
         finally:
             self._too_early.remove()
             self.loaders.close()
+            self.streams.close()
         if self.engine.saves.last:  # the function has caught LeaveFunction
             return False
         self._finish(result)
@@ -343,6 +360,8 @@ class CustomLoop(Loop):
         """Make the state the same on every rank, and raise ConfigError if it is not. A collective."""
         self._state.sync()
         engine = self.engine
+        self.streams.gather()
+        engine.position.streams = dict(self.streams.snapshot(engine.position.streams))
         if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
@@ -490,8 +509,10 @@ class CustomLoop(Loop):
             self._before_update()
         registered.snapshot()
         validation = self._take_validation()
+        self.engine.position.streams = dict(self.streams.snapshot(self.engine.position.streams))
         self.engine.end_update(self._logged.end_step(), self._samples, batches=1, modes=self._modes.fingerprint)
         self._move(Event.STEP_ENDS)
+        self.streams.exchange(self.engine.position.step)
         self.engine.step_done(self._samples, ends_epoch)
         if validation is not None:
             self._validation_done(validation)
@@ -589,7 +610,12 @@ class CustomLoop(Loop):
 
     def _seed(self, *parts: int | str) -> None:
         """Seed all generators: from here on, every attempt draws the same random numbers."""
-        seed_generators(seed_of(*parts, self.config.seed, self.shares.place), self.group.device)
+        self._draw(seed_of(*parts, self.config.seed, self.shares.place))
+
+    def _draw(self, seed: int) -> None:
+        """Seed all generators, also those of run.generator(...)."""
+        seed_generators(seed, self.group.device)
+        self.generators.seed(seed)
 
     def _hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank saves this shard of the state. Warns if the steps of the checkpoint were computed in
@@ -715,7 +741,7 @@ class MicroBatches:
     """The batches of a loader, `each` to a step: which ones follows from its number alone. The last step of an epoch of
     the data has those that are left."""
 
-    loader: StepLoader | StepNumbers
+    loader: StepLoader | StepStream | StepNumbers
     each: int
 
     def __len__(self) -> int:
@@ -767,7 +793,7 @@ class UserLoaders:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"run.loader(): a {type(dataset).__name__} has no length or no __getitem__, so it cannot start in the "
-                "middle; draw the batches yourself in a loop over run.steps(count=N)"
+                "middle; write `for batch in run.steps(run.stream(data, batch_size), count=N)`"
             )
         if not len(dataset):
             raise ConfigError("run.loader(): the data set is empty")

@@ -25,6 +25,7 @@ from laststep.checkpoint.manager import Position
 from laststep.checkpoint.shards import local_of
 from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader, StepNumbers, is_ours
+from laststep.data.streams import StepStream
 from laststep.loops.registered import Registered
 from laststep.say import command
 
@@ -57,10 +58,11 @@ def of_steps(loader: object, registered: bool, accumulate: int, shares: int | No
             "call run.restore(model=model, optimizer=optimizer, ...) before run.steps(...): it registers what a "
             "checkpoint holds"
         )
-    if not isinstance(loader, (StepLoader, StepNumbers)):
+    if not isinstance(loader, (StepLoader, StepStream, StepNumbers)):
         return (
             f"run.steps(...) takes what run.loader(...) gave, not a {type(loader).__name__}: write `loader = "
-            "run.loader(dataset, batch_size)`, or run.steps(count=N) for a loop that draws its own batches"
+            "run.loader(dataset, batch_size)`, or run.stream(...) for data that can only be iterated, or "
+            "run.steps(count=N) for a loop that draws its own batches"
         )
     if type(accumulate) is not int or accumulate < 1:
         return f"run.steps(accumulate={accumulate!r}): must be a number of micro-batches per step, 1 or more"
@@ -164,8 +166,9 @@ class StepChecks:
         if any(given > self._given.get(iteration, 0) for iteration, given in _iterations()):
             raise ConfigError(
                 f"step {step + 1} drew a batch from an iteration over a DataLoader that goes beyond the step; each "
-                "attempt would begin it again. For a second loader write `more = run.batches(run.loader(dataset, "
-                "batch_size))` before the loop and `next(more)` in it"
+                "attempt would begin it again, a registered one too. Write `for batch in run.steps(run.stream(loader), "
+                "count=N)`; for a second loader `more = run.batches(run.loader(dataset, batch_size))` before the loop "
+                "and `next(more)` in it"
             )
         known = self._before | {id(tensor) for tensor in self._registered.own_tensors()}
         known |= {id(tensor) for used in self._used if (tensor := used()) is not None}

@@ -16,6 +16,7 @@ from laststep.config.checks import check_no_sharding
 from laststep.config.errors import ConfigError
 from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
+from laststep.data.streams import StepStream
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
 from laststep.loops.loop_rules import NEEDED
@@ -43,7 +44,7 @@ class Run:
     run was. When a rank dies, the surviving ranks save the last finished step.
 
     All random generators are seeded from (seed, step, rank) before each step, and likewise before each batch of a
-    validation, so a resumed run draws the same random numbers.
+    validation, so a resumed run draws the same random numbers. The function begins with the same seed on every rank.
 
     The function returns the run's result, a dict of numbers. If it returns nothing, the result is what the last epoch
     has logged. docs/custom-loops.md lists the rules that such a loop must follow.
@@ -132,6 +133,51 @@ class Run:
         self._loop.shares.check_loader(batch_size, shares)
         return self._loop.loaders.make(loading, dataset, self.config.seed, batch_size, sampler, drop_last)
 
+    def stream(
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        *,
+        shuffle: int = 0,
+        name: str = "stream",
+        pin_memory: bool = True,
+    ) -> StepStream:
+        """Make a loader for `steps` of data that can only be iterated:
+
+            for batch in run.steps(run.stream(samples, 64), count=1000):
+
+        `source` is read over and over, and `count` is the length of an epoch. It gives samples; `batch_size` counts
+        those of a step over all ranks. Without `batch_size` it gives batches, as a StatefulDataLoader does: one per
+        step for each rank, or share. It is any of
+
+        * an iterable, of which each rank reads all and keeps its part;
+        * a streaming data set of Hugging Face, or a WebDataset with nodesplitter=split_by_node: each rank reads its
+          own shards, if there are enough of them;
+        * a function of (part, parts) that returns an iterable over this part of the samples.
+
+        It must give the same samples in the same order each time it is read from its beginning, and not divide them
+        by rank itself. Random draws within it are seeded. If it has state_dict() and load_state_dict(), and these hold
+        what they promise, a resumed run continues there. Else the samples are counted, and a resume reads and throws
+        away those before (a line says so).
+
+        `shuffle` shuffles within blocks of this many samples, which a resume reads again. `num_workers` processes per
+        rank read. The samples of a step follow from the number of ranks, or train.shares, and of workers with which
+        the run began; a run resumes on any number of ranks that divides that number. A second stream needs another
+        `name`. Raises ConfigError.
+        """
+        return self._loop.streams.make(
+            name,
+            self._loop.engine.position.streams,
+            source,
+            batch_size,
+            shuffle,
+            collate_fn,
+            num_workers,
+            pin_memory,
+        )
+
     def restore(self, **objects: Any) -> None:
         """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.
 
@@ -171,7 +217,11 @@ class Run:
         return self._loop.epochs(count)
 
     def steps(
-        self, loader: StepLoader | None = None, count: int | None = None, samples: int = 0, accumulate: int = 1
+        self,
+        loader: StepLoader | StepStream | None = None,
+        count: int | None = None,
+        samples: int = 0,
+        accumulate: int = 1,
     ) -> Sized:
         """The batches of the steps that are left of this epoch.
 
@@ -242,6 +292,13 @@ class Run:
         epoch, from the state that these steps have left. Its length is that of the loader.
         """
         return Sized(self._loop.validation(loader), lambda: len(loader))  # type: ignore[arg-type]
+
+    def generator(self, name: str, kind: str = "numpy") -> Any:
+        """A random generator of your own: numpy.random.Generator, or of another `kind`, "torch" (on `run.device`) or
+        "python" (random.Random). It is seeded whenever the global ones are, from (seed, name, step, rank) before each
+        step, so a resumed run draws the same numbers, and what draws from others does not change them. Each call with
+        the same name returns the same object."""
+        return self._loop.generators.get(name, kind, self.device)
 
     def log(self, **values: Any) -> None:
         """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import StepLoader, StepNumbers
 from laststep.data.order import nth_seed, seed_generators, seed_of
+from laststep.data.streams import StepStream
 from laststep.loops.measured import LoggedValues
 from laststep.loops.registered import Registered
 from laststep.ranks.group import Group, TreeHook
@@ -146,8 +147,12 @@ class CustomShares:
     batch, and nothing about it changes.
     """
 
-    def __init__(self, config: Config, group: Group, logged: LoggedValues) -> None:
-        """Raises ConfigError where the ranks cannot divide the shares."""
+    def __init__(
+        self, config: Config, group: Group, logged: LoggedValues, seed_more: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`seed_more` is called with each seed, for generators besides the global ones. Raises ConfigError where the
+        ranks cannot divide the shares."""
+        self._seed_more = seed_more
         self.total, world = config.train.shares, group.world
         check_size(self.total, world.size)
         self._group, self._logged = group, logged
@@ -218,11 +223,11 @@ class CustomShares:
         if batch_size % parts:
             raise ConfigError(f"run.loader(batch_size={batch_size}): not divisible by {parts} {what}")
 
-    def begin_step(self, step: int, loader: StepLoader | StepNumbers, batches: Iterator[Any]) -> Any:
+    def begin_step(self, step: int, loader: StepLoader | StepStream | StepNumbers, batches: Iterator[Any]) -> Any:
         """What the function is given for this step: the next of the batches, or what has them in shares."""
         if self.total is None:
             batch = next(batches)  # first, as loading may draw random numbers
-        elif isinstance(loader, StepLoader):
+        elif isinstance(loader, (StepLoader, StepStream)):
             self._batch = batch = SharedBatch(batches)
             self._weights = loader.weights(step)
         else:
@@ -235,7 +240,7 @@ class CustomShares:
     def seed(self, step: int, micro_batch: int = 0) -> None:
         """Seed all generators for a micro-batch (from 0) of a step."""
         seed = nth_seed(self._around, step)
-        seed_generators(nth_seed(seed, micro_batch) if micro_batch else seed, self._group.device)
+        self._seed(nth_seed(seed, micro_batch) if micro_batch else seed)
 
     def of(self, batch: Any) -> Iterator[Any]:
         """This rank's shares of the batch of the open step, one after another. Raises ConfigError."""
@@ -249,7 +254,7 @@ class CustomShares:
             )
         self._batch = None
         self._clear_gradients()
-        buffers, device = self._registered.buffers, self._group.device
+        buffers = self._registered.buffers
         start = buffers.copy() if self.here > 1 else None
         try:
             for number, (seed, weight) in enumerate(zip(self._seeds, self._weights)):
@@ -259,7 +264,7 @@ class CustomShares:
                 for model in self._models:
                     model.begin_share(number, weight)
                 self._logged.begin_share()
-                seed_generators(nth_seed(seed, self._step), device)
+                self._seed(nth_seed(seed, self._step))
                 self._under_way = True
                 yield share
                 self._under_way = False
@@ -272,7 +277,11 @@ class CustomShares:
             for model in self._models:
                 model.close()
         self._logged.end_shares(self._weights)
-        seed_generators(nth_seed(self._after, self._step), device)
+        self._seed(nth_seed(self._after, self._step))
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed, self._group.device)
+        self._seed_more(seed)
 
     def check_complete(self) -> None:
         """The update of the open step begins. Raises ConfigError unless the gradients are those of all shares."""

@@ -80,6 +80,48 @@ def test_free() -> None:
     assert getattr(args, "width", 4) == 4 and not hasattr(args, "width")
 
 
+def test_a_mapping() -> None:
+    """Bridges to argparse, hydra and trackers pass all settings on; one that is named as a method is still there."""
+    args = settings(free, "args.lr=0.5", "args.items=3", "args.mixed_precision=no", "args.nested={a: 1}")
+    assert dict(args) == {"lr": 0.5, "items": 3, "mixed_precision": "no", "nested": args.nested}
+    assert args["lr"] == 0.5 and "lr" in args and "width" not in args and len(args) == 4
+    assert dict(**args)["mixed_precision"] == "no" and args.get("width", 4) == 4
+    assert args["items"] == 3 and settings(free, "args.lr=1").items() == {"lr": 1}.items()
+    with pytest.raises(KeyError, match=r"args\.width: not set"):
+        args["width"]
+
+
+def test_a_mapping_is_read() -> None:
+    """A setting that is read by its name as a key counts as read, and one that nobody reads does not."""
+    seen: set[str] = set()
+    args = user_args(None, {"lr": 1, "other": 2}, seen)
+    assert args["lr"] == 1 and seen == {"args.lr"}
+    assert dict(args.items()) == {"lr": 1, "other": 2} and seen == {"args.lr", "args.other"}
+
+
+@dataclass
+class Text:
+    """A field of text, and a truth value."""
+
+    mixed_precision: str = "fp16"
+    fast: bool = True
+
+
+@dataclass
+class NoText:
+    """A field whose default is not of its type."""
+
+    resume: str = None  # type: ignore[assignment]
+
+
+def test_the_text_that_was_typed() -> None:
+    """YAML takes no for False; for a field of text it is a word."""
+    found = user_args(Text, Config.load(None, ["args.mixed_precision=no", "args.fast=no"]).args)
+    assert (found.mixed_precision, found.fast) == ("no", False)
+    with pytest.raises(ConfigError, match=r"args: NoText.resume: str = None: write resume: str \| None = None"):
+        user_args(NoText, {})
+
+
 def test_a_dataclass() -> None:
     """Values have the types of their fields."""
     args = settings(checked, "args.epochs=3", "args.head={width: 5}", "args.rates=[1]")

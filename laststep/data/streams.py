@@ -1,0 +1,586 @@
+"""Batches of data that can only be iterated, starting at any step: what run.stream(...) gives.
+
+A stream is cut into parts, S times K of them. S is the number of shares of a global batch (train.shares, else the
+number of ranks when the run began), K that of worker processes for each. In step t the share s takes a batch of part
+s*K + t mod K, so which samples a step has depends neither on the number of ranks nor on what was loaded ahead. Each
+part is read by itself, from its own copy of the source, over and over.
+
+A part's `Mark` says how to come back to a batch that was used: the state of the source before it, or how many samples
+came before, and a checksum. A part that comes back to another batch has a source that lies about its state; then it is
+read again from its beginning. So a mark may be old: the batches since then are read and thrown away. That is why a
+rescue needs no other rank: it saves the marks that it knows.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import importlib
+import io
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from laststep import compat
+from laststep.config.errors import ConfigError, first_line
+from laststep.data.loader import DeviceLoader, end_workers, note_ours, set_up_workers
+from laststep.data.order import preserved_generators, seed_generators, seed_of
+from laststep.ranks.process import held_back, set_up_worker
+from laststep.say import say
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A batch of a part that was used, and how to read it again."""
+
+    batch: int  # of this part, from 0
+    cycle: int  # how often the source had been read to its end before
+    block: int  # of this cycle, in which the batch begins, from 0
+    offset: int  # of its first sample in the shuffled block
+    state: str | None  # of the source before the block; None: count the samples from the beginning
+    checksum: int  # of the batch's first and last sample
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the parts of a stream have in common."""
+
+    source: Any  # an iterable, or a function of (part, parts) that makes one
+    parts: int
+    size: int | None  # samples in a batch of a part; None: the source gives batches
+    shuffle: int  # samples in a block that is shuffled; 0: none
+    seed: int
+
+    @property
+    def block(self) -> int:
+        """How many samples are read together."""
+        return max(self.shuffle, self.size or 1)
+
+    def open(self, part: int, cycle: int) -> Opened:
+        """The source of a part, at its beginning. Raises ConfigError for one that cannot be read twice."""
+        with _as_rank(self.source, part, self.parts) as splits:
+            if callable(self.source) and not hasattr(self.source, "__iter__"):
+                return Opened(self.source(part, self.parts), cycle, 0, 1)
+            hugging_face = sys.modules.get("datasets")
+            if hugging_face is not None and isinstance(self.source, hugging_face.IterableDataset):
+                split = importlib.import_module("datasets.distributed").split_dataset_by_node
+                own = split(self.source, rank=part, world_size=self.parts)
+                return Opened(own, cycle, 0, 1)
+            return Opened(_copy(self.source), cycle, 0 if splits else part, 1 if splits else self.parts)
+
+
+_with_workers: list[Any] = []  # iterations over the user's own DataLoaders
+
+
+class Opened:
+    """A source that is read from its beginning or from a state. It keeps every `step`-th sample."""
+
+    def __init__(self, iterable: Any, cycle: int, first: int, step: int) -> None:
+        if not hasattr(iterable, "__iter__"):
+            raise ConfigError(f"run.stream(...): a {type(iterable).__name__} cannot be iterated")
+        self._iterable, self._first, self._step = iterable, first, step
+        if isinstance(iterable, DataLoader):
+            note_ours(iterable.dataset)
+            set_up_workers(iterable)
+        if hasattr(iterable, "set_epoch"):
+            iterable.set_epoch(cycle)
+        self._iterator: Iterator[Any] | None = None
+
+    def load(self, state: str) -> None:
+        """Start at this state, in which at least one sample has been read."""
+        self._holder(self._iterable).load_state_dict(_from_text(state))
+        self._first = self._step - 1
+
+    def read(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end."""
+        if self._iterator is None:
+            with held_back():
+                iterator = iter(self._iterable)
+            if isinstance(self._iterable, DataLoader):
+                _with_workers.append(iterator)
+            self._iterator = islice(iterator, self._first, None, self._step)
+        return list(islice(self._iterator, count))
+
+    def state(self) -> str | None:
+        """Where the source is, after a sample has been read; None if it does not say."""
+        holder = self._holder(self._iterable)
+        if holder is None:
+            return None
+        try:
+            return _to_text(holder.state_dict())
+        except Exception:  # it may want arguments, or hold what cannot be stored
+            return None
+
+    @staticmethod
+    def _holder(iterable: Any) -> Any:
+        has = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+        return iterable if has else None
+
+
+class PartReader(Iterator[tuple[list[Any], int, Mark]]):
+    """Reads the batches of one part, each with its mark; `taken` of them were used before."""
+
+    def __init__(self, spec: Spec, part: int, mark: Mark | None, taken: int) -> None:
+        self._spec, self._part = spec, part
+        self._counts = False  # samples, as the source does not say where it is, or lies
+        self._begin()
+        if mark is None:
+            self._find_out()
+            self._skip(taken)
+            return
+        self._counts = mark.state is None and mark.block > 0
+        if not self._comes_back(mark) and (self._counts or not self._comes_back_by_counting(mark)):
+            raise ConfigError(
+                f"run.stream(...): part {part} gives another sample than before at batch {mark.batch}: a "
+                f"{_kind(spec.source)} must give the same samples in the same order whenever it is read from its "
+                "beginning; give its shuffling a seed, or shuffle by run.stream(..., shuffle=N)"
+            )
+        self._skip(taken - mark.batch - 1)
+
+    def _begin(self, cycle: int = 0, block: int = 0, state: str | None = None) -> None:
+        self._cycle, self._block = cycle, block  # of the block that is read next
+        self._before = state  # the source's state before that block
+        self._opened: Opened | None = None
+        self._samples: list[Any] = []
+        self._offset = self._number = 0
+
+    def __next__(self) -> tuple[list[Any], int, Mark]:
+        if self._offset == len(self._samples):
+            self._fill()
+        cycle, block, offset, state = *self._place, self._offset, self._state
+        samples = []
+        while len(samples) < (self._spec.size or 1):
+            if self._offset == len(self._samples):
+                self._fill()
+            samples.append(self._samples[self._offset])
+            self._offset += 1
+        checksum = zlib.crc32(repr([_checksum(samples[0]), _checksum(samples[-1])]).encode())
+        mark = Mark(self._number, cycle, block, offset, state, checksum)
+        self._number += 1
+        return samples, self._part, mark
+
+    def _fill(self) -> None:
+        """Read the next block, in the next cycle if this one has ended."""
+        for _ in range(2):
+            self._place, self._state = (self._cycle, self._block), self._before
+            samples = self._read_block()
+            if samples:
+                break
+            self._opened, self._before = None, None
+            self._cycle, self._block = self._cycle + 1, 0
+        else:
+            parts = self._spec.parts
+            raise ConfigError(
+                f"run.stream(...): part {self._part} of {parts} has no samples; there must be at least {parts}, and "
+                f"where shards are dealt out to the parts, {parts} shards"
+            )
+        self._block += 1
+        self._before = None if self._counts or self._opened is None else self._opened.state()
+        self._counts |= self._before is None
+        if self._spec.shuffle:
+            draws = torch.Generator().manual_seed(seed_of("shuffle", self._spec.seed, self._part, *self._place))
+            samples = [samples[index] for index in torch.randperm(len(samples), generator=draws).tolist()]
+        self._samples, self._offset = samples, 0
+
+    def _read_block(self) -> list[Any]:
+        spec = self._spec
+        with _as_rank(spec.source, self._part, spec.parts):
+            if self._opened is None:
+                self._opened = spec.open(self._part, self._cycle)
+                if self._before is not None:
+                    self._opened.load(self._before)
+            seed_generators(seed_of("stream", spec.seed, self._cycle, self._block))
+            return self._opened.read(spec.block)
+
+    def _comes_back(self, mark: Mark) -> bool:
+        """Whether the source gives the batch of this mark again. Leaves this reader behind that batch."""
+        if mark.state is None:
+            return self._comes_back_by_counting(mark)
+        try:
+            self._begin(mark.cycle, mark.block, mark.state)
+            return self._gives(mark)
+        except Exception as error:  # a source that does not take its own state may raise anything
+            self._say(f"does not take its own state ({first_line(error)})")
+            return False
+
+    def _comes_back_by_counting(self, mark: Mark) -> bool:
+        if mark.state is not None:
+            self._say("does not come back to where its state_dict() was taken")
+            self._counts = True
+        self._begin(mark.cycle)
+        while self._block < mark.block:
+            if len(self._read_block()) < self._spec.block:
+                return False
+            self._block += 1
+        return self._gives(mark)
+
+    def _gives(self, mark: Mark) -> bool:
+        self._fill()
+        if self._place != (mark.cycle, mark.block) or mark.offset >= len(self._samples):
+            return False
+        self._offset, self._number = mark.offset, mark.batch
+        return next(self)[2].checksum == mark.checksum
+
+    def _skip(self, batches: int) -> None:
+        for _ in range(batches):
+            next(self)
+
+    def _find_out(self) -> None:
+        """Whether the source comes back to where its state says, twice in a row. It is tried with its first samples:
+        a data set may forget a shuffle buffer, or its place when it is resumed for the second time."""
+        with _as_rank(self._spec.source, self._part, self._spec.parts):
+            found, state = list[int](), None
+            first = self._spec.open(self._part, 0)
+            for number in range(3):
+                seed_generators(seed_of("stream", self._spec.seed, "trial", number))
+                if not (samples := first.read(1)):
+                    return
+                found.append(_checksum(samples[0]))
+                state = first.state() if number == 0 else state
+                if state is None:
+                    self._counts = True
+                    return self._say("does not say where it is")
+            for number in (1, 2):
+                try:
+                    again = self._spec.open(self._part, 0)
+                    again.load(state)
+                    seed_generators(seed_of("stream", self._spec.seed, "trial", number))
+                    samples, state = again.read(1), again.state()
+                    self._counts = not samples or _checksum(samples[0]) != found[number] or state is None
+                except Exception:  # as above
+                    self._counts = True
+                if self._counts or state is None:
+                    return self._say(f"does not come back to its state_dict() {'once' if number == 1 else 'twice'}")
+
+    def _say(self, what: str) -> None:
+        if self._part == 0:
+            say(
+                f"run.stream(...): a {_kind(self._spec.source)} {what}, so its samples are counted: a resume reads "
+                "those of this cycle again, and throws them away. The run stays exact"
+            )
+
+
+class _Parts(IterableDataset[Any]):
+    """The batches of some parts, in the order in which a rank takes them. In one of several workers, every so many-th
+    of them."""
+
+    def __init__(
+        self, spec: Spec, order: PartOrder, marks: list[Mark | None], collate: Callable[..., Any] | None
+    ) -> None:
+        self._spec, self._order, self._marks, self._collate = spec, order, marks, collate
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        compat.hide_worker()  # a source would take only some of its shards
+        readers: dict[int, PartReader] = {}
+        for part in islice(self._order.parts(), number, None, workers):
+            try:
+                if part not in readers:
+                    taken = self._order.taken_of(part)
+                    readers[part] = PartReader(self._spec, part, self._marks[part], taken)
+                samples, _, mark = next(readers[part])
+                batch = samples if self._collate is None else self._collate(samples)
+            except ConfigError as error:
+                yield error  # the rank raises it: raised here it would be the text of a traceback
+                return
+            yield batch, part, tuple(vars(mark).values())
+
+
+@dataclass(frozen=True)
+class PartOrder:
+    """Which part a rank's shares take a batch of, from step `taken` of the stream on."""
+
+    shares: range  # of this rank
+    each: int  # parts of a share
+    taken: int
+
+    def parts(self) -> Iterator[int]:
+        """The part of each batch, in the order of the steps and then of the shares."""
+        step = self.taken
+        while True:
+            yield from (share * self.each + step % self.each for share in self.shares)
+            step += 1
+
+    def taken_of(self, part: int) -> int:
+        """How many batches of a part are used before this step."""
+        return max(0, -(-(self.taken - part % self.each) // self.each))
+
+
+@dataclass
+class StreamRecord:
+    """What a checkpoint holds of a stream."""
+
+    parts: int
+    each: int  # parts of a share
+    batch_size: int | None
+    shuffle: int
+    taken: int = 0  # steps of the stream
+    marks: list[Mark | None] = field(default_factory=list)  # by part; None: not used yet, or known to another rank only
+
+    def snapshot(self) -> StreamRecord:
+        """A copy that does not change."""
+        return replace(self, marks=list(self.marks))
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> StreamRecord:
+        """From what a checkpoint has."""
+        marks = [None if mark is None else Mark(**mark) for mark in plain["marks"]]
+        return cls(**{**plain, "marks": marks})
+
+
+class StepStream:
+    """This rank's batches of a stream for a custom training loop: one per step, or one for each of its shares."""
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int | None,
+        shuffle: int,
+        collate: Callable[[list[Any]], Any] | None,
+        workers: int,
+        seed: int,
+        device: torch.device,
+        place: tuple[int, int],
+        shares: int | None,
+        record: StreamRecord | None,
+        pin_memory: bool = True,
+    ) -> None:
+        """`place` is the rank and the number of ranks, `shares` is train.shares, `record` what the checkpoint holds.
+        Raises ConfigError."""
+        rank, size = place
+        if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
+            raise ConfigError(
+                f"run.stream(...): a {type(source).__name__} can be iterated only once; give the function that makes "
+                "it, of the part and the number of parts: run.stream(lambda part, parts: samples(), ...)"
+            )
+        if isinstance(source, DataLoader):
+            if batch_size is not None:
+                raise ConfigError("run.stream(...): a DataLoader gives batches already; leave batch_size out")
+            if isinstance(source.sampler, torch.utils.data.RandomSampler) and not hasattr(source, "state_dict"):
+                raise ConfigError("run.stream(...): its order is random; write run.loader(dataset, batch_size)")
+            workers = 0  # it has its own
+        total = shares or (size if record is None else record.parts // record.each)
+        if total % size:
+            raise ConfigError(
+                f"run.stream(...): this run's streams are read in {total} shares, which {size} ranks cannot divide; "
+                f"resume it on a number of ranks that divides {total}"
+            )
+        if batch_size is not None and (batch_size < 1 or batch_size % total):
+            raise ConfigError(f"run.stream(batch_size={batch_size}): not divisible by {total} shares of the ranks")
+        each = max(1, workers) if record is None else record.each
+        fresh = StreamRecord(total * each, each, batch_size, shuffle, 0, [None] * (total * each))
+        if record is not None and replace(record, taken=0, marks=fresh.marks) != fresh:
+            raise ConfigError(
+                f"run.stream(...): this run reads it in {record.parts} parts, batch_size={record.batch_size}, "
+                f"shuffle={record.shuffle}, not in {fresh.parts}, {batch_size}, {shuffle}; leave these as they were"
+            )
+        self.record = (record or fresh).snapshot()
+        here = total // size
+        self._total, self._here, self._device, self._pin = total, here, device, pin_memory
+        self._merges = shares is None and here > 1
+        if self._merges and batch_size is None:
+            raise ConfigError(f"run.stream(...): its batches are made for {total} ranks; resume on {total} ranks")
+        size_of_one = None if batch_size is None else batch_size // total
+        self._spec = Spec(source, self.record.parts, size_of_one, shuffle, seed)
+        self._collate: Callable[..., Any] = collate or default_collate if batch_size is not None else _only
+        self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
+        self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
+        self._workers = 0 if workers == 0 else self._workers
+        self._batch_size, self._iterating, self._given = batch_size, None, None
+        self._loaded: Any = None
+
+    def __len__(self) -> int:
+        """Raises ConfigError: a stream has no length."""
+        raise ConfigError(
+            "run.steps(run.stream(...)) needs count=N, the number of steps of an epoch: a stream has none"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ConfigError: only run.steps(...) knows which batch is next."""
+        raise ConfigError(
+            "a stream of run.stream(...) is not iterated itself: `for batch in run.steps(stream, count=N)`"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step over all ranks; 0: not known."""
+        return self._batch_size or 0
+
+    def samples(self, step: int) -> int:
+        """The samples of a step over all ranks."""
+        return self.batch_size
+
+    def weights(self, step: int) -> list[float]:
+        """The part of the samples of a step that each of this rank's shares has."""
+        return [1 / self._total] * self._here
+
+    @property
+    def own(self) -> list[int]:
+        """The parts that this rank reads."""
+        return [share * self._order.each + number for share in self._order.shares for number in range(self._order.each)]
+
+    def batches(self, first: int, steps: int) -> Iterator[Any]:
+        """The batches of the next `steps` steps. They continue where the last ones have ended."""
+        units = 1 if self._merges else self._here
+        for number in range(units * steps):
+            with preserved_generators():
+                batch, marks = next(self._batches())
+            for part, mark in marks:
+                self.record.marks[part] = mark
+            self.record.taken += number % units == units - 1
+            yield batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        end_workers(self._loaded)
+        while _with_workers:
+            end_workers(_with_workers.pop())
+
+    def _batches(self) -> Iterator[tuple[Any, list[tuple[int, Mark]]]]:
+        if self._iterating is None:
+            self._iterating = iter(DeviceLoader(_Once(self._load()), self._device))
+        return self._iterating  # type: ignore[return-value]
+
+    def _load(self) -> Iterator[Any]:
+        collate = None if self._merges else self._collate
+        parts = _Parts(self._spec, self._order, list(self.record.marks), collate)
+        note_ours(parts)
+        loader = DataLoader(
+            parts,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            pin_memory=self._pin and self._device.type == "cuda" and not self._merges,
+            worker_init_fn=set_up_worker,
+            generator=torch.Generator().manual_seed(0),
+            multiprocessing_context="fork" if self._workers else None,
+        )
+        with held_back():
+            self._loaded = iter(loader)
+        while True:
+            found = [next(self._loaded) for _ in range(self._here if self._merges else 1)]
+            for each in found:
+                if isinstance(each, ConfigError):
+                    yield each
+            marks = [(part, Mark(*mark)) for _, part, mark in found]
+            batch = found[0][0]
+            if self._merges:
+                batch = self._collate([sample for samples, _, _ in found for sample in samples])
+            yield batch, marks
+
+
+class _Once:
+    """An iterable over one iterator, for a DeviceLoader."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._one = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._one
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _only(samples: list[Any]) -> Any:
+    (one,) = samples
+    return one
+
+
+def _kind(source: Any) -> str:
+    return getattr(source, "__qualname__", None) or type(source).__name__
+
+
+def _copy(source: Any) -> Any:
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        raise ConfigError(
+            f"run.stream(...): a {type(source).__name__} cannot be copied ({first_line(error)}); give the function "
+            "that makes it, of the part and the number of parts: run.stream(lambda part, parts: ..., batch_size)"
+        ) from error
+
+
+@contextmanager
+def _as_rank(source: Any, part: int, parts: int) -> Iterator[bool]:
+    """In this block webdataset takes this part of the stream for a rank; other sources see nothing of it. Says whether
+    the source splits its shards by rank then."""
+    makes = callable(source) and not hasattr(source, "__iter__") and "webdataset" in sys.modules
+    if not makes and not type(source).__module__.startswith("webdataset"):
+        yield False
+        return
+    stages = getattr(source, "pipeline", [])
+    splits = any(getattr(stage, "__name__", "") == "split_by_node" for stage in stages)
+    seen = {"RANK": part, "WORLD_SIZE": parts} if splits else {"RANK": 0, "WORLD_SIZE": 1}
+    seen |= {"WORKER": 0, "NUM_WORKERS": 1}
+    before = {name: os.environ.get(name) for name in seen}
+    os.environ.update({name: str(value) for name, value in seen.items()})
+    try:
+        yield splits
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+PICKLED = "torch:"
+
+
+def _to_text(state: Any) -> str:
+    """A state of a source as text: JSON, or what torch loads from an untrusted file."""
+    try:
+        text = json.dumps(state)
+        if json.loads(text) == state:
+            return text
+    except (TypeError, ValueError):
+        pass
+    data = io.BytesIO()
+    torch.save(state, data)
+    torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+    return PICKLED + base64.b64encode(data.getvalue()).decode()
+
+
+def _from_text(text: str) -> Any:
+    if not text.startswith(PICKLED):
+        return json.loads(text)
+    return torch.load(io.BytesIO(base64.b64decode(text.removeprefix(PICKLED))), weights_only=True)
+
+
+MOST_BYTES = 1 << 16  # of each array that are looked at
+
+
+def _checksum(value: Any) -> int:
+    """A number for a sample. Of objects other than tensors, arrays, images, containers and plain values only the type
+    counts."""
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = [each for item in value.items() for each in item]
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, Tensor):
+        array = value.detach().cpu().reshape(-1)[:MOST_BYTES].contiguous()
+        return zlib.crc32(array.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(value.shape).encode()))
+    elif isinstance(value, numpy.ndarray):
+        return zlib.crc32(value.reshape(-1)[:MOST_BYTES].tobytes(), zlib.crc32(str(value.shape).encode()))
+    elif isinstance(value, bytes):
+        return zlib.crc32(value[:MOST_BYTES])
+    elif hasattr(value, "tobytes"):
+        return zlib.crc32(value.tobytes())
+    else:
+        plain = isinstance(value, (bool, int, float, complex, str, type(None)))
+        return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
+    return zlib.crc32(repr([_checksum(part) for part in parts]).encode())
