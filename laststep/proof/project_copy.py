@@ -83,17 +83,20 @@ class ProjectCopy:
     def _copy(self, folder: Path, to: Path) -> None:
         """Copy a folder, level by level, as long as there is room; link what is beyond it, and what lies beside it."""
         to.parent.mkdir(parents=True)
-        left, files, known = MOST_ENTRIES, list[tuple[int, Path, Path]](), set[Path]()
+        left, files, known = MOST_ENTRIES, list[tuple[int, Path, Path]](), dict[Path, Path]()
         todo = deque([(folder, to)])
         while todo:
             source, copy = todo.popleft()
             entries, real = _entries(source, left + 1), source.resolve()
             if real in self._skipped:
                 continue
-            if len(entries) > left or real in known:  # too large, or a link to a folder above it
+            if real in known:  # a link within the project
+                copy.symlink_to(known[real])
+                continue
+            if len(entries) > left:
                 self._link(source, copy)
                 continue
-            known.add(real)
+            known[real] = copy
             left -= len(entries)
             copy.mkdir()
             for entry in entries:

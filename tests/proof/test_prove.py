@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -28,7 +29,12 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Attempts on forked ranks, in a folder of the test's own."""
 
     def train(config: Config, run: RunDir) -> str | None:
-        Attempt(config, config.launch.env).wait()
+        here = Path.cwd()
+        os.chdir(PROJECT)  # the server that forks the ranks keeps the folder in which it starts: no throwaway copy
+        try:
+            Attempt(config, config.launch.env).wait()
+        finally:
+            os.chdir(here)
         return None
 
     monkeypatch.setattr(prove, "_train", train)
