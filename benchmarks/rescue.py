@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
-from laststep.attempt.rescue_plan import Holding, Part
+from laststep.attempt.rescue_plan import Assignment, Holding
 from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
 from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.store import CheckpointStore
@@ -153,7 +153,7 @@ def _rescue(state: object, store: CheckpointStore, folder: Path, rank: int, size
     while (duty := rescue.next_duty()) is not None:
         plan = rescue.plan
         assert plan is not None
-        if isinstance(duty, Part):
+        if isinstance(duty, Assignment):
             stripe = Stripe(duty.number, duty.of)
             entry = frozen.write_part(plan.generation, 0, stripe, duty.file, lambda: rescue.check(duty))
             rescue.report_written(plan, duty, entry)

@@ -17,7 +17,7 @@ from laststep.checkpoint.files import READ_BYTES, stripe_count
 from laststep.checkpoint.interval import NODE_MTBF_S, best_interval
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
-from laststep.ranks.disk import ROUND_S_PER_RANK, SHORTEST_ROUND_S
+from laststep.ranks.disk import S_PER_RANK, SHORTEST_ROUND_S
 from laststep.ranks.meeting import POLL_S
 from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S
 from laststep.ranks.stop import ANSWER_S
@@ -234,7 +234,7 @@ def met_s() -> float:
 
 def round_s(ranks: int) -> float:
     """The length of a round of a rescue."""
-    return max(SHORTEST_ROUND_S, ROUND_S_PER_RANK * ranks)
+    return max(SHORTEST_ROUND_S, S_PER_RANK * ranks)
 
 
 def rescue_s(size: float, ranks: int) -> float:
