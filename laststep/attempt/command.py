@@ -45,7 +45,7 @@ from laststep.ranks.fault import MeetingError, Retry
 from laststep.ranks.launchers import EXPORTED, export_world, free_port, restarts_in_place
 from laststep.ranks.process import Signals, children_of, die_with_parent, end_descendants, keep_orphans, run_time
 from laststep.ranks.world import World, hostname
-from laststep.records import progress
+from laststep.records import kept_files
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, never_began
 from laststep.rundir import RunDir, aside
@@ -146,7 +146,7 @@ class CommandAttempt:
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             raise SystemExit(1)
         patience.insist(lambda: clear(run.rescues, world.attempt))
-        kept = patience.insist(lambda: progress.mark(run, self._config.script))
+        kept = patience.insist(lambda: kept_files.mark(run, self._config.script))
         self._state.start_step = kept
         number = begin_attempt(run, world, kept, patience)["attempt"]
         return f"{_address(world)} {free_port()} {number}"
@@ -256,7 +256,7 @@ class CommandAttempt:
     # --- its three ends
 
     def _finish(self) -> dict[str, float]:
-        kept = progress.kept(self._run) or 0
+        kept = kept_files.kept(self._run) or 0
         if self._state.world.rank == 0:
             record_end(self._state, "finished", kept, kept, lost_s=0.0)
             say("finished: the command has ended with status 0 on every rank")
@@ -291,7 +291,7 @@ class CommandAttempt:
             time.sleep(POLL_S)
         record, cause = None, None
         if world.rank == 0:
-            kept = progress.kept(self._run) or 0
+            kept = kept_files.kept(self._run) or 0
             cause = ending_by_signal(state)
             blamed = [world.host_of(0)] if cause.blames_host else []
             record = record_end(state, cause.reason, kept, kept, lost_s=0.0, error=cause.error, blamed=blamed)
@@ -342,7 +342,7 @@ class CommandAttempt:
         state, host = self._state, self._state.world.host_of(rank)
         text = f"rank {rank} on {host} failed:\n{how}"
         say(text.replace("\n", " "))
-        kept = progress.kept(self._run) or 0
+        kept = kept_files.kept(self._run) or 0
         retry: Retry = "yes" if killed or kept > state.start_step else "if_trained"
         blamed = [host] if killed else []
         return record_end(state, "failed", kept, kept, lost_s=0.0, error=text, retry=retry, blamed=blamed)

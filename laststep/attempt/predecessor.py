@@ -27,7 +27,7 @@ from laststep.ranks.disk import LOCK_START_S, Before, Patience, look_anew
 from laststep.ranks.process import is_running
 from laststep.ranks.slurm import NEVER, UNENDED, SlurmError, UnknownJob, is_job_id, show_other_job, unix_time
 from laststep.ranks.world import World, hostname
-from laststep.records import progress
+from laststep.records import kept_files
 from laststep.records.attempt_record import OpenAttempt, read_attempts, read_ended_attempts, record_start
 from laststep.records.plan import read_plan
 from laststep.rundir import RunDir
@@ -148,7 +148,7 @@ def finish_of(run: RunDir, config: Config) -> Finish | None:
         return None
     step, plan = ended[-1]["end_step"], read_plan(run.plan)
     if config.task == COMMAND:
-        return Finish(step, step, {}) if progress.words_of(run) == config.script else None
+        return Finish(step, step, {}) if kept_files.words_of(run) == config.script else None
     with contextlib.suppress(CheckpointError, ConfigError):
         manifest = CheckpointStore(run.checkpoints).manifest(step)
         if not changed_ends(Config.parse(manifest.config), config):

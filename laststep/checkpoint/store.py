@@ -54,7 +54,7 @@ from laststep.checkpoint.files import (
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.ranks.disk import MARK, look_anew
-from laststep.records import progress
+from laststep.records import kept_files
 from laststep.records.attempts import recorded_step
 from laststep.rundir import RunDir, fsync
 
@@ -552,7 +552,7 @@ def recover(
 def newest_step(run: RunDir, warn: Callable[[str], None]) -> int:
     """The step that the next attempt begins at, as far as manifests and sizes show; 0 without a checkpoint. What the
     records say is saved, if the disk does not show it. Raises OSError if there are records that cannot be read."""
-    if (steps := progress.kept(run)) is not None:
+    if (steps := kept_files.kept(run)) is not None:
         return steps
     kept = recorded_step(run)
     try:

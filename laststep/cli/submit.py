@@ -31,7 +31,8 @@ EPILOG = f"""\
 verbs (default: submit; for the help of a verb: {{program}} help VERB):
 {verb_list()}
 
-A script comes last, with its own words; so does a module, after -m:
+A script comes last, with its own words; so does a module, after -m, and any
+other command, after --:
   {{program}} --nodes 2 train.py --lr 3e-4
 
 Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;

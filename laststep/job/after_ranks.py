@@ -63,7 +63,7 @@ from laststep.ranks.slurm import (
 )
 from laststep.ranks.slurm import command as slurm_command
 from laststep.ranks.world import World
-from laststep.records import progress
+from laststep.records import kept_files
 from laststep.records.attempt_record import EndedAttempt, Reason, read_ended_attempts, record_start
 from laststep.records.attempts import (
     begin_attempt,
@@ -414,7 +414,7 @@ def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
 def _newest_intact_step(run: RunDir) -> int:
     """The step that the next attempt begins at. Reads whole checkpoints, which may take minutes. What the records say
     is saved, if the disk does not show them."""
-    if (steps := progress.kept(run)) is not None:
+    if (steps := kept_files.kept(run)) is not None:
         return steps
     try:
         newest = CheckpointStore(run.checkpoints).newest(warn=say)

@@ -315,7 +315,7 @@ def _quote(value: str) -> str:
 LAUNCHER_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_"),
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
-    script.FILE,
+    *(script.FILE, script.FOLDER, "LASTSTEP_ATTEMPT", "LASTSTEP_RESUMES"),
     *("LASTSTEP_RESTARTS", "LASTSTEP_STEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_", "LASTSTEP_BATCH_HOST"),
 )
 # Prefixes of the variables that any launcher may set for torch.

@@ -14,7 +14,7 @@ from laststep import script
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.ranks.process import children_of
-from laststep.records import progress
+from laststep.records import kept_files
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.cli.test_script import LAUNCH, types
@@ -106,18 +106,18 @@ def test_what_is_configured(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_progress_is_a_changed_file(folder: Path) -> None:
     """An attempt that leaves the files as they were has made no progress: max_failures counts it."""
     run = RunDir(folder / "run")
-    assert progress.kept(run) is None, "of any other run"
-    assert progress.mark(run, ["x"]) == 0
+    assert kept_files.kept(run) is None, "of any other run"
+    assert kept_files.mark(run, ["x"]) == 0
     (run.files / "inner").mkdir()
-    assert progress.kept(run) == 0
+    assert kept_files.kept(run) == 0
     (run.files / "inner" / "state").write_text("1")
-    assert progress.kept(run) == 1
-    assert progress.mark(run, ["x"]) == 1
-    assert progress.kept(run) == 1
+    assert kept_files.kept(run) == 1
+    assert kept_files.mark(run, ["x"]) == 1
+    assert kept_files.kept(run) == 1
     (run.files / "inner" / "state").unlink()
-    assert progress.kept(run) == 2
+    assert kept_files.kept(run) == 2
     shutil.move(run.path, folder / "moved")
-    assert progress.kept(RunDir(folder / "moved")) == 2
+    assert kept_files.kept(RunDir(folder / "moved")) == 2
 
 
 @pytest.mark.slow
