@@ -72,7 +72,7 @@ def test_two_threads_take_note_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
                 both.wait(0.5)  # until the other thread is as far, unless it waits for this one
             return True
 
-        monkeypatch.setattr(saves._writer, "wait", wait)
+        monkeypatch.setattr(saves.writer, "wait", wait)
         for result in [threads.submit(saves.poll) for _ in range(2)]:
             result.result(DEADLINE_S)
         assert saves.saved.step == 1
@@ -90,7 +90,7 @@ def test_a_save_that_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise MemoryError("no memory left for the copy")
 
     with manager(tmp_path) as saves, ThreadPoolExecutor(1) as threads:
-        monkeypatch.setattr(saves._writer, "start", start)
+        monkeypatch.setattr(saves.writer, "start", start)
         saving = threads.submit(start_save, saves)
         assert copying.wait(DEADLINE_S), "the save did not begin"
         saves.wait(timeout_s=0.0)
