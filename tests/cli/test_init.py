@@ -76,6 +76,15 @@ def test_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd:
     said, refused = capfd.readouterr()
     assert said == "" and "data.root: task=digits.Digits does not read it, so it would change nothing" in refused
 
+    def fails(*_: object) -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(sys.modules["digits"].Digits, "step", fails)
+    assert main(["evaluate", str(run.path)]) == 1
+    said, failed = capfd.readouterr()
+    assert failed.startswith("Traceback") and failed.endswith("ValueError: no luck\n")
+    assert "/cli/evaluate.py" not in failed, "it begins at the user's own code"
+
 
 def _work_in(folder: Path) -> None:
     os.chdir(folder)
