@@ -130,7 +130,7 @@ def test_a_command_whose_rank_is_killed(mine: User) -> None:
     assert "killed: stopped, and resumes by itself; to continue: " in said
     first, second = mine.waits_for_end("killed", "cancelled")
     assert first["requeue"] and first["reason"] in ("lost", "failed") and second["restart"] == 0
-    # Its supervisor was killed with it: a process in a session of its own is for Slurm's cgroups, which are missing here.
+    # Its supervisor was killed with it. What then lives in a session of its own is for Slurm's cgroups, missing here.
     orphan = mine.run("killed").files / "helper_0_0"
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(orphan.read_text()), signal.SIGKILL)
