@@ -140,6 +140,16 @@ def test_a_command_whose_rank_is_killed(mine: User) -> None:
     mine.waits_for_end("killed", "finished")
 
 
+def test_a_sweep_of_commands(mine: User) -> None:
+    """One array, one copy of the code, and a run for each marked value of the script's own words."""
+    shutil.copy(OTHER, mine.folder / "src" / "other.py")
+    said = mine.types("sweep", "--name", "scan", "src/other.py", "--lr", "@1e-3,3e-4", "--steps", "5")
+    assert "sweep  scan: 2 runs" in said
+    for name, lr in (("scan-lr_1e-3", "0.001"), ("scan-lr_3e-4", "0.0003")):
+        mine.waits_for_end(name, "finished")
+        assert f"done, lr {lr}, {mine.run('scan').code.resolve()}/src/other.py" in mine.types("logs", name)
+
+
 def test_from_ones_own_repository(mine: User) -> None:
     """Submitted, preempted, resumed: with the code as it was submitted, the data in the user's folder, and the weights
     of an undisturbed run."""
