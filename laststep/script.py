@@ -79,8 +79,10 @@ def files_of(script: Sequence[str], folder: Path) -> list[Path]:
     to `folder`. None for a module, which Python finds."""
     if script[0] == MODULE:
         return []
-    files = [folder / Path(word).expanduser() for word in (script[:1] if is_python(script) else script)]
-    return files if is_python(script) else [file for file in files if file.is_file()]
+    if is_python(script):
+        return [folder / os.path.expanduser(script[0])]
+    files = [folder / os.path.expanduser(word) for word in script]
+    return [file for file in files if os.path.isfile(file)]  # False for `bash -c 'a long line'`, where Path's raises
 
 
 def command_line(script: Sequence[str]) -> list[str]:

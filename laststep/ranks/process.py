@@ -166,17 +166,17 @@ def end_descendants() -> None:
     """Kill all that this process has started, and what that has, and wait for its end, for KILL_S at most."""
     deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # with `keep_orphans`, a process without children has no descendants
+            return
         parents, found = _parents(), {os.getpid()}
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
         for pid in found - {os.getpid()}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if len(found) == 1:
-            return
         time.sleep(PAUSE_S / 10)
 
 

@@ -92,6 +92,13 @@ def test_what_its_run_is_called(words: list[str], stem: str) -> None:
     assert script.stem_of(words) == stem
 
 
+def test_any_words_can_be_a_command(folder: Path) -> None:
+    """A line for a shell may be longer than a file's name, and begin like a home directory."""
+    line = ["bash", "-c", "echo " + 5000 * "x", "~nobody-of-that-name", "other.py", ""]
+    assert script.files_of(line, folder) == [folder / "other.py"]
+    assert script.command_line(line) == line
+
+
 def test_what_is_configured(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The first line of a start says in words what such a run is, and the record of it says so too."""
     assert main(["--dry-run", "--local", "other.py", "--lr", "1"]) == 0

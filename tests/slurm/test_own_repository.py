@@ -3,8 +3,11 @@ the names of those in a clone of Laststep: `trainer`, `launch`, `tools`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,9 +130,24 @@ def test_a_command_whose_rank_is_killed(mine: User) -> None:
     assert "killed: stopped, and resumes by itself; to continue: " in said
     first, second = mine.waits_for_end("killed", "cancelled")
     assert first["requeue"] and first["reason"] in ("lost", "failed") and second["restart"] == 0
+    # Its supervisor was killed with it. What then lives in a session of its own is for Slurm's cgroups, missing here.
+    orphan = mine.run("killed").files / "helper_0_0"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(orphan.read_text()), signal.SIGKILL)
+    orphan.unlink()
     assert_nothing_lives(mine.run("killed"))
     mine.types("resume", "killed")
     mine.waits_for_end("killed", "finished")
+
+
+def test_a_sweep_of_commands(mine: User) -> None:
+    """One array, one copy of the code, and a run for each marked value of the script's own words."""
+    shutil.copy(OTHER, mine.folder / "src" / "other.py")
+    said = mine.types("sweep", "--name", "scan", "src/other.py", "--lr", "@1e-3,3e-4", "--steps", "5")
+    assert "sweep  scan: 2 runs" in said
+    for name, lr in (("scan-lr_1e-3", "0.001"), ("scan-lr_3e-4", "0.0003")):
+        mine.waits_for_end(name, "finished")
+        assert f"done, lr {lr}, {mine.run('scan').code.resolve()}/src/other.py" in mine.types("logs", name)
 
 
 def test_from_ones_own_repository(mine: User) -> None:
