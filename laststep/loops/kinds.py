@@ -174,7 +174,7 @@ class _Encoder:
         if isinstance(state, dict) and not hasattr(value, "__setstate__"):
             attributes = {name: self.encode(item, f"{path}.{name}") for name, item in state.items()}
             return {KIND: "object", "class": _name_of(type(value)), "attributes": {**attributes, **held}}
-        return {KIND: "object", "class": _name_of(type(value)), "state": self.encode(state, path)}
+        return {KIND: "object", "class": _name_of(type(value)), "state": self.encode(state, path)}  # for __setstate__
 
     def _array(self, array: numpy.ndarray[Any, Any], path: str) -> dict[str, Any]:
         if array.dtype.hasobject:
@@ -266,6 +266,10 @@ class _Decoder:
             value = live if type(live) is made else object.__new__(made)
             self._made[number] = value
             if "state" in encoded:
+                if value is not live:  # no code of a class that the checkpoint alone names
+                    raise Unstorable(
+                        f"{path}: make this {made.__name__} before run.restore(...), to be restored in place"
+                    )
                 value.__setstate__(self.decode(encoded["state"], None, path))
                 return value
             for name, item in encoded["attributes"].items():

@@ -11,7 +11,7 @@ import torch
 
 from laststep.compat import generator_state as compat
 from laststep.config.errors import ConfigError
-from laststep.data.order import Generators, seed_generators
+from laststep.data.order import Generators, OwnGenerators, seed_generators
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], object]] = {
@@ -103,3 +103,27 @@ def test_wrong_names(named: tuple[str, ...]) -> None:
     """A misspelt name would seed nothing."""
     with pytest.raises(ConfigError, match=r"task=mine: draws=.*must be a tuple with some of 'random' and 'numpy'"):
         Generators(named, CPU, "mine")
+
+
+def test_own_generators() -> None:
+    """What draws from one does not change another's numbers, nor the global ones'; the next step has others."""
+    own, device = OwnGenerators(), torch.device("cpu")
+    own.seed(1)
+    made = {kind: own.get(kind, kind, device) for kind in ("numpy", "torch", "python")}
+
+    def draw() -> list[float]:
+        drawn = float(torch.rand((), generator=made["torch"]))
+        return [float(made["numpy"].random()), drawn, made["python"].random()]
+
+    first, more = draw(), draw()
+    assert own.get("numpy", "numpy", device) is made["numpy"] and draw() not in (first, more)
+    own.seed(2)
+    assert draw() != first
+    own.seed(1)
+    made["numpy"].random(100)
+    assert draw()[1:] == first[1:]
+    own.seed(1)
+    assert [draw(), draw()] == [first, more]
+    for name, kind, message in (("x", "cuda", "must be 'numpy', 'torch' or 'python'"), ("torch", "numpy", "this name")):
+        with pytest.raises(ConfigError, match=message):
+            own.get(name, kind, device)
