@@ -116,7 +116,7 @@ class _Encoder:
                 return {KIND: "defaultdict", "factory": factory, "items": dict(items)}
             if kind not in (dict, OrderedDict, Counter):
                 return self._of_subclass(value, dict(items), path)
-            plain = kind(items) if kind is not Counter else Counter(dict(items))
+            plain: Any = kind(dict(items))
             if hasattr(value, "_metadata"):  # of a module's state_dict
                 plain._metadata = value._metadata
             return plain
