@@ -159,7 +159,7 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
         if self._offset == len(self._samples):
             self._fill()
         cycle, block, offset, state = *self._place, self._offset, self._state
-        samples = []
+        samples: list[Any] = []
         while len(samples) < (self._spec.size or 1):
             if self._offset == len(self._samples):
                 self._fill()
@@ -253,6 +253,7 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
                     return self._say("does not say where it is")
             for number in (1, 2):
                 try:
+                    assert state is not None
                     again = self._spec.open(self._part, 0)
                     again.load(state)
                     seed_generators(seed_of("stream", self._spec.seed, "trial", number))
@@ -398,8 +399,8 @@ class StepStream:
         self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
         self._workers = 0 if workers == 0 else self._workers
-        self._batch_size, self._iterating, self._given = batch_size, None, None
-        self._loaded: Any = None
+        self._batch_size, self._loaded = batch_size, None
+        self._iterating: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         """Raises ConfigError: a stream has no length."""
@@ -451,7 +452,7 @@ class StepStream:
     def _batches(self) -> Iterator[tuple[Any, list[tuple[int, Mark]]]]:
         if self._iterating is None:
             self._iterating = iter(DeviceLoader(_Once(self._load()), self._device))
-        return self._iterating  # type: ignore[return-value]
+        return self._iterating
 
     def _load(self) -> Iterator[Any]:
         collate = None if self._merges else self._collate

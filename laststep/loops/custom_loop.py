@@ -361,7 +361,7 @@ class CustomLoop(Loop):
         self._state.sync()
         engine = self.engine
         self.streams.gather()
-        engine.position.streams = dict(self.streams.snapshot(engine.position.streams))
+        engine.position.streams = self.streams.snapshot(engine.position.streams)
         if engine.size == 1 or engine.saves.saved.same_moment(engine.position):
             return
         # Each rank writes a part of the state, so it must be the same on all.
@@ -509,8 +509,9 @@ class CustomLoop(Loop):
             self._before_update()
         registered.snapshot()
         validation = self._take_validation()
-        self.engine.position.streams = dict(self.streams.snapshot(self.engine.position.streams))
-        self.engine.end_update(self._logged.end_step(), self._samples, batches=1, modes=self._modes.fingerprint)
+        streams = self.streams.snapshot(self.engine.position.streams)
+        modes = self._modes.fingerprint
+        self.engine.end_update(self._logged.end_step(), self._samples, batches=1, modes=modes, streams=streams)
         self._move(Event.STEP_ENDS)
         self.streams.exchange(self.engine.position.step)
         self.engine.step_done(self._samples, ends_epoch)

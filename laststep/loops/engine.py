@@ -284,12 +284,19 @@ class Engine:
         self.ring.begin_update()
 
     def end_update(
-        self, measured: Mapping[str, Tensor], samples: int, batches: int = 0, modes: str | None = None
+        self,
+        measured: Mapping[str, Tensor],
+        samples: int,
+        batches: int = 0,
+        modes: str | None = None,
+        streams: dict[str, Any] | None = None,
     ) -> None:
-        """The step is done, as far as the CPU is concerned: count it. `measured` are scalars on the device; `batches`
-        and `modes` are for the position of a custom loop."""
+        """The step is done, as far as the CPU is concerned: count it. `measured` are scalars on the device; `batches`,
+        `modes` and `streams` are for the position of a custom loop."""
         if modes is not None:
             self._position.modes = modes
+        if streams is not None:
+            self._position.streams = streams
         self._count_step(measured, samples, batches)
         self.ring.end_update()
         if self.copies is not None:

@@ -116,7 +116,7 @@ class _Encoder:
                 return {KIND: "defaultdict", "factory": factory, "items": dict(items)}
             if kind not in (dict, OrderedDict, Counter):
                 return self._of_subclass(value, dict(items), path)
-            plain = kind(items) if kind is not Counter else Counter(dict(items))
+            plain: Any = kind(dict(items))
             if hasattr(value, "_metadata"):  # of a module's state_dict
                 plain._metadata = value._metadata
             return plain
@@ -174,7 +174,7 @@ class _Encoder:
         if isinstance(state, dict) and not hasattr(value, "__setstate__"):
             attributes = {name: self.encode(item, f"{path}.{name}") for name, item in state.items()}
             return {KIND: "object", "class": _name_of(type(value)), "attributes": {**attributes, **held}}
-        return {KIND: "object", "class": _name_of(type(value)), "state": self.encode(state, path)}
+        return {KIND: "object", "class": _name_of(type(value)), "state": self.encode(state, path)}  # for __setstate__
 
     def _array(self, array: numpy.ndarray[Any, Any], path: str) -> dict[str, Any]:
         if array.dtype.hasobject:
@@ -266,6 +266,10 @@ class _Decoder:
             value = live if type(live) is made else object.__new__(made)
             self._made[number] = value
             if "state" in encoded:
+                if value is not live:  # no code of a class that the checkpoint alone names
+                    raise Unstorable(
+                        f"{path}: make this {made.__name__} before run.restore(...), to be restored in place"
+                    )
                 value.__setstate__(self.decode(encoded["state"], None, path))
                 return value
             for name, item in encoded["attributes"].items():

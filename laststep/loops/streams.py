@@ -69,7 +69,7 @@ class Streams:
         )
         return made
 
-    def snapshot(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def snapshot(self, before: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds of the streams after this step. `before` is what it has held."""
         if not self._streams:
             return before

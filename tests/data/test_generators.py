@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 
-from laststep.data.order import seed_generators
+from laststep.config.errors import ConfigError
+from laststep.data.order import OwnGenerators, seed_generators
 
 
 @pytest.mark.parametrize("seed", [5, 2**62 + 1])
@@ -29,3 +30,27 @@ def test_a_gpu_that_nothing_has_used_yet(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "init", lambda: setattr(torch.cuda, "default_generators", of_gpus))
     seed_generators(5, torch.device("cuda", 1))
     assert of_gpus[1].initial_seed() == 5
+
+
+def test_own_generators() -> None:
+    """What draws from one does not change another's numbers, nor the global ones'; the next step has others."""
+    own, device = OwnGenerators(), torch.device("cpu")
+    own.seed(1)
+    made = {kind: own.get(kind, kind, device) for kind in ("numpy", "torch", "python")}
+
+    def draw() -> list[float]:
+        drawn = float(torch.rand((), generator=made["torch"]))
+        return [float(made["numpy"].random()), drawn, made["python"].random()]
+
+    first, more = draw(), draw()
+    assert own.get("numpy", "numpy", device) is made["numpy"] and draw() not in (first, more)
+    own.seed(2)
+    assert draw() != first
+    own.seed(1)
+    made["numpy"].random(100)
+    assert draw()[1:] == first[1:]
+    own.seed(1)
+    assert [draw(), draw()] == [first, more]
+    for name, kind, message in (("x", "cuda", "must be 'numpy', 'torch' or 'python'"), ("torch", "numpy", "this name")):
+        with pytest.raises(ConfigError, match=message):
+            own.get(name, kind, device)

@@ -29,6 +29,15 @@ class ByEpoch:
         return iter([(self.epoch + number) % 10 for number in range(6)])
 
 
+class Repeated:
+    """Written after torch's DistributedSampler, for repeated augmentation."""
+
+    num_replicas, rank = 2, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 10, 2))
+
+
 class Drifting:
     """Continues where it stopped."""
 
@@ -80,6 +89,7 @@ def test_drop_last() -> None:
     ("sampler", "message"),
     [
         (DistributedSampler(DATA, 2, 0), "leave the sampler out"),
+        (Repeated(), "a Repeated gives one rank's share; run.loader(...) shares each batch out itself"),
         (RandomSampler(DATA, generator=torch.Generator()), "make the sampler without one"),
         (Drifting(), "its order differs when it is asked twice"),
         ([3, 10], "it must give indices from 0 to 9"),

@@ -96,8 +96,15 @@ def a_stream(
     source: Any, place: tuple[int, int] = (0, 1), record: StreamRecord | None = None, **options: Any
 ) -> StepStream:
     """A stream of batches of 4."""
-    options = {"batch_size": 4, "shuffle": 0, "collate": list, "workers": 0, "seed": 1, "shares": None} | options
-    return StepStream(source, device=CPU, place=place, record=record, **options)
+    chosen: dict[str, Any] = {
+        "batch_size": 4,
+        "shuffle": 0,
+        "collate": list,
+        "workers": 0,
+        "seed": 1,
+        "shares": None,
+    } | options
+    return StepStream(source, device=CPU, place=place, record=record, **chosen)
 
 
 def take(stream: StepStream, steps: int) -> list[Any]:

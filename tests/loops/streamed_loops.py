@@ -48,7 +48,7 @@ def streamed(run: Run) -> dict[str, float]:
     struck, model = Struck(run), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     start = [parameter.detach().clone() for parameter in model.parameters()]  # the same on all ranks
     parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=numpy.float64(0.01))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=numpy.float64(0.01))
     stream = run.stream(Samples(), 8, num_workers=1, shuffle=5)
     own, noise = random.Random(3), run.generator("noise")
     last: deque[float] = deque(maxlen=3)

@@ -33,10 +33,10 @@ def strike(root: Path, name: str, ranks: int, places: str, *options: str, silent
 def test_stopped_twice(root: Path, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that was taken after a resume must be right as well."""
     for place, step in (("SIGTERM step 4 rank 1", 4), ("SIGTERM step 5 rank 0", 9)):
-        attempt = strike(root, "run", 2, place, silent=silent)
+        attempt = strike(root, f"stopped{silent}", 2, place, silent=silent)
         assert read_lines(attempt.run.attempts)[-1]["end_step"] == step, attempt.output()
     monkeypatch.setenv("LASTSTEP_TEST_SILENT", silent)
-    run = train(config(root, "run", 2))
+    run = train(config(root, f"stopped{silent}", 2))
     assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2))
 
 
@@ -45,9 +45,9 @@ def test_stopped_twice(root: Path, silent: str, monkeypatch: pytest.MonkeyPatch)
 def test_killed(root: Path, dead: int, step: int) -> None:
     """The survivor saves the last step, and knows enough of the dead rank's part of the stream: nothing at first, later
     where it was some steps before."""
-    attempt = strike(root, "run", 2, f"SIGKILL step {step} rank {dead}")
+    attempt = strike(root, f"killed-{dead}-{step}", 2, f"SIGKILL step {step} rank {dead}")
     assert attempt.ranks[dead].exitcode == -signal.SIGKILL, attempt.output()
-    run = train(config(root, "run", 2))
+    run = train(config(root, f"killed-{dead}-{step}", 2))
     assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2)), attempt.output()
     first, second = read_lines(run.attempts)
     assert (first["lost_steps"], second["start_step"]) == (0, step - 1)
@@ -56,7 +56,7 @@ def test_killed(root: Path, dead: int, step: int) -> None:
 def test_any_number_of_ranks(root: Path) -> None:
     """With train.shares: on 2 ranks, stopped, on 4, killed, on 1."""
     shares = "train.shares=4"
-    strike(root, "run", 2, "SIGTERM step 3 rank 1", shares)
-    attempt = strike(root, "run", 4, "SIGKILL step 4 rank 2", shares)
-    run = train(config(root, "run", 1, shares))
+    strike(root, "sizes", 2, "SIGTERM step 3 rank 1", shares)
+    attempt = strike(root, "sizes", 4, "SIGKILL step 4 rank 2", shares)
+    run = train(config(root, "sizes", 1, shares))
     assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2, shares)), attempt.output()
