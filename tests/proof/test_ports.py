@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import json
+import functools
+import os
 import shutil
-import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from laststep.cli.main import main
+from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.records.probes import ProbePlan, Strike
-from laststep.rundir import RunDir
-from tests.cli.test_script import CPU, LAUNCH, types
-from tests.support.commands import begin, end
+from laststep.script import FILE, as_override
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
-from tests.support.ranks import fingerprint
+from tests.support.ranks import Attempt, fingerprint
 
+CPU = ("device=cpu", "launch.hang_timeout_s=60")
 PORTS = PROJECT / "examples" / "ports"
 
 
@@ -58,43 +59,43 @@ def test_few_lines(name: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_proved(name: str, folder: Path) -> None:
-    """prove calls it exact, and nothing that it writes reaches the folder."""
+def folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the port in it."""
     require_package(ALL[name].package)
+    (folder := tmp_path / "users").mkdir()
     shutil.copy(PORTS / name / "ported.py", folder / "train.py")
-    words = ("prove", "--json", "--steps", "16", *CPU, "train.py", *ALL[name].words.split())
-    said, errors = end(begin(folder, [*LAUNCH, *words]))
-    found = json.loads(said)
-    assert (found["verdict"], found["written_outside"]) == ("exact", []), errors
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", ALL)
+def test_proved(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """prove calls it exact, and nothing that it writes reaches the folder."""
+    status = main(["prove", "--steps", "16", *CPU, "train.py", *ALL[name].words.split()])
+    text = capfd.readouterr().out
+    assert status == 0 and "\nEXACT\n" in text, text
+    assert "outside" not in text
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["train.py"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_resumed(name: str, folder: Path) -> None:
     """Stopped, then one rank killed, then resumed: the weights of an undisturbed run."""
-    require_package(ALL[name].package)
-    shutil.copy(PORTS / name / "ported.py", folder / "train.py")
-    start = (*LAUNCH, "--local", "--tasks-per-node", "2", "launch.max_restarts=0", *CPU, "--name")
-    words = ("train.py", *ALL[name].words.split())
-    types(folder, *start, "undisturbed", *words)
-    types(folder, *start, "disturbed", *words, env=struck("SIGTERM", 5), status=128 + signal.SIGTERM)
-    resume = (*LAUNCH, "resume", "disturbed", "--local")
-    types(folder, *resume, env=struck("SIGKILL", 9), status=1)
-    types(folder, *resume)
-    run = RunDir(folder / "runs" / "disturbed")
-    ended = [(record["end_step"], record["lost_steps"]) for record in read_lines(run.attempts)]
-    assert ended[:2] == [(5, 0), (8, 0)] and len(ended) == 3
-    assert fingerprint(run) == fingerprint(RunDir(folder / "runs" / "undisturbed"))
-
-
-def struck(name: str, step: int) -> dict[str, str]:
-    """The environment in which rank 1 gets this signal within this step."""
-    return ProbePlan(1 << 30, Strike(name, 1, step)).environment()
+    script = ["train.py", *ALL[name].words.split()]
+    words = (*CPU, f"launch.root={folder / 'runs'}", "launch.tasks_per_node=2", as_override(script))
+    runs = []
+    for run, strikes in (
+        ("undisturbed", [None]),
+        ("disturbed", [Strike("SIGTERM", 1, 5), Strike("SIGKILL", 1, 9), None]),
+    ):
+        for strike in strikes:
+            plan = ProbePlan(1 << 30, strike).environment() if strike else {}
+            env = {**plan, FILE: str(folder / "train.py")}
+            config = Config.load(None, [*words, f"launch.name={run}"])
+            attempt = Attempt(config, env, before=functools.partial(os.chdir, folder))
+            attempt.wait()
+        runs.append(attempt.run)
+    ended = [(record["end_step"], record["lost_steps"]) for record in read_lines(runs[1].attempts)]
+    assert ended[:2] == [(5, 0), (8, 0)] and len(ended) == 3, attempt.output()
+    assert fingerprint(runs[1]) == fingerprint(runs[0])
