@@ -33,11 +33,11 @@ class Port(NamedTuple):
 
 
 ALL = {
-    "imagenet": Port(12, "--dummy 96 --image-size 32 --arch resnet18 -b 8 -j 0 --epochs 2 --seed 1"),
+    "imagenet": Port(12, "--dummy 96 --image-size 32 --arch shufflenet_v2_x0_5 -b 8 -j 0 --epochs 2 --seed 1"),
     "references": Port(
         15,
-        "--fake-data 64 --train-crop-size 32 --device cpu -b 4 -j 0 --epochs 2 --num-classes 8 --model-ema "
-        "--model-ema-steps 3 --mixup-alpha 0.2 --ra-reps 2 --label-smoothing 0.1",
+        "--fake-data 64 --train-crop-size 32 --device cpu -b 4 -j 0 --epochs 2 --model shufflenet_v2_x0_5 "
+        "--num-classes 8 --model-ema --model-ema-steps 3 --mixup-alpha 0.2 --ra-reps 2 --label-smoothing 0.1",
     ),
     "nanogpt": Port(8, "--max_iters=30 --eval_interval=8 --n_layer=1 --n_embd=32 --eval_iters=2 --block_size=16"),
     "diffusion": Port(
