@@ -54,7 +54,6 @@ def config_of(tmp_path: Path, *words: str) -> Config:
     return Config.load(None, [f"launch.root={tmp_path / 'runs'}", f"script={json.dumps(['train.py', *words])}"])
 
 
-@pytest.mark.slow
 def test_nothing_is_replaced(project: Path, tmp_path: Path) -> None:
     """A script that saves in the current folder and beside itself used to replace the user's own files nine times. It
     still finds its modules and its data by relative paths, and what it writes elsewhere is named."""

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from laststep.cli import prove
 from laststep.cli.main import main
-from laststep.config.config import Config
-from laststep.rundir import RunDir
 from tests.support.commands import begin, end, launch, refusal
 from tests.support.needs import require_package
 from tests.support.project import PROJECT, wait_until
-from tests.support.ranks import Attempt
 from tests.support.runs import SMALL
 
 HERE = ["device=cpu", "launch.hang_timeout_s=60"]
 LOOPS = "tests.proof.broken_loops."
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Attempts on forked ranks, in a folder of the test's own."""
-
-    def train(config: Config, run: RunDir) -> str | None:
-        here = Path.cwd()
-        os.chdir(PROJECT)  # the server that forks the ranks keeps the folder in which it starts: no throwaway copy
-        try:
-            Attempt(config, config.launch.env).wait()
-        finally:
-            os.chdir(here)
-        return None
-
-    monkeypatch.setattr(prove, "_train", train)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 def proven(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

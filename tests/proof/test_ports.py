@@ -1,0 +1,101 @@
+"""The scripts of examples/ports as people write them, each beside its port: few lines changed, and exact."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from laststep.cli.main import main
+from laststep.config.config import Config
+from laststep.records.metrics import read_lines
+from laststep.records.probes import ProbePlan, Strike
+from laststep.script import FILE, as_override
+from tests.support.needs import require_package
+from tests.support.project import PROJECT
+from tests.support.ranks import Attempt, fingerprint
+
+CPU = ("device=cpu", "launch.hang_timeout_s=60")
+PORTS = PROJECT / "examples" / "ports"
+
+
+class Port(NamedTuple):
+    """A port: how many lines it may change, and words with which it trains for seconds."""
+
+    lines: int
+    words: str
+    package: str = "torch"
+
+
+ALL = {
+    "imagenet": Port(12, "--dummy 96 --image-size 32 --arch shufflenet_v2_x0_5 -b 8 -j 0 --epochs 2 --seed 1"),
+    "references": Port(
+        15,
+        "--fake-data 64 --train-crop-size 32 --device cpu -b 4 -j 0 --epochs 2 --model shufflenet_v2_x0_5 "
+        "--num-classes 8 --model-ema --model-ema-steps 3 --mixup-alpha 0.2 --ra-reps 2 --label-smoothing 0.1",
+    ),
+    "nanogpt": Port(8, "--max_iters=30 --eval_interval=8 --n_layer=1 --n_embd=32 --eval_iters=2 --block_size=16"),
+    "diffusion": Port(
+        10, "--fake_images 64 --num_epochs 3 --train_batch_size 4 --channels 8 --checkpointing_steps 9", "accelerate"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_few_lines(name: str) -> None:
+    """What it costs to move a script is the first thing that its owner asks. A replaced line counts once."""
+    before, after = (
+        [line for line in (PORTS / name / file).read_text().splitlines() if line.strip()]
+        for file in ("original.py", "ported.py")
+    )
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = sum(max(end - begin, last - first) for kind, begin, end, first, last in changes if kind != "equal")
+    assert 0 < changed <= ALL[name].lines
+
+
+@pytest.fixture
+def folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the port in it."""
+    require_package(ALL[name].package)
+    (folder := tmp_path / "users").mkdir()
+    shutil.copy(PORTS / name / "ported.py", folder / "train.py")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", ALL)
+def test_proved(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """prove calls it exact, and nothing that it writes reaches the folder."""
+    status = main(["prove", "--steps", "16", *CPU, "train.py", *ALL[name].words.split()])
+    text = capfd.readouterr().out
+    assert status == 0 and "\nEXACT\n" in text, text
+    assert "outside" not in text
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["train.py"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_resumed(name: str, folder: Path) -> None:
+    """Stopped, then one rank killed, then resumed: the weights of an undisturbed run."""
+    script = ["train.py", *ALL[name].words.split()]
+    words = (*CPU, f"launch.root={folder / 'runs'}", "launch.tasks_per_node=2", as_override(script))
+    runs = []
+    for run, strikes in (
+        ("undisturbed", [None]),
+        ("disturbed", [Strike("SIGTERM", 1, 5), Strike("SIGKILL", 1, 9), None]),
+    ):
+        for strike in strikes:
+            plan = ProbePlan(1 << 30, strike).environment() if strike else {}
+            env = {**plan, FILE: str(folder / "train.py")}
+            config = Config.load(None, [*words, f"launch.name={run}"])
+            attempt = Attempt(config, env, before=functools.partial(os.chdir, folder))
+            attempt.wait()
+        runs.append(attempt.run)
+    ended = [(record["end_step"], record["lost_steps"]) for record in read_lines(runs[1].attempts)]
+    assert ended[:2] == [(5, 0), (8, 0)] and len(ended) == 3, attempt.output()
+    assert fingerprint(runs[1]) == fingerprint(runs[0])
