@@ -95,7 +95,8 @@ def test_a_command(before: tuple[str, ...], mine: User) -> None:
     the code runs, not what was edited since; the ranks find what they have saved, and nothing outlives them."""
     shutil.copy(OTHER, mine.folder / "src" / "other.py")
     words = (*before, "--steps", "200", "--kill-at", "13")
-    mine.types("--name", "command", "--nodes", "2", "launch.slurm.hold=true", *words)
+    own_python = f"launch.python={sys.executable}"  # the stand-in's processes are not those that it is asked to start
+    mine.types("--name", "command", "--nodes", "2", "launch.slurm.hold=true", own_python, *words)
     with (mine.folder / "src" / "other.py").open("a") as file:
         file.write("\nprint('edited since')\n")
     mine.cluster.run("scontrol", "release", mine.job_of("command"))
