@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laststep.frameworks import lightning_part, unusable
 from laststep.loops.run import Run, loop_of
 
-try:
-    fabric: Any = lightning_part("fabric")
-except ImportError as error:
-    raise unusable(__name__, error) from error
+if TYPE_CHECKING:
+    from lightning import fabric
+else:
+    try:
+        fabric = lightning_part("fabric")
+    except ImportError as error:
+        raise unusable(__name__, error) from error
 
-Plain, ClusterEnvironment = fabric.Fabric, fabric.plugins.environments.ClusterEnvironment
 
-
-class Fabric(Plain):
+class Fabric(fabric.Fabric):
     """Fabric for a run, with DDP. The arguments are Fabric's, without those that say where ranks run."""
 
     def __init__(self, run: Run, **arguments: Any) -> None:
@@ -32,7 +33,7 @@ def ddp_options(run: Run) -> dict[str, Any]:
     return {"parallel_devices": [run.device] * local_size, "cluster_environment": _Ranks(run)}
 
 
-class _Ranks(ClusterEnvironment):
+class _Ranks(fabric.plugins.environments.ClusterEnvironment):
     """The ranks as Laststep started them. Because it is not Lightning's environment for Slurm, Lightning requeues
     nothing."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,18 @@ from laststep.loops.custom_loop import LeaveFunction
 from laststep.loops.gradients import rehearse_without_forward
 from laststep.loops.run import Run, loop_of
 
-try:
-    pytorch: Any = lightning_part("pytorch")
-except ImportError as error:
-    raise unusable(__name__, error) from error
+if TYPE_CHECKING:
+    from lightning import pytorch
+else:
+    try:
+        pytorch = lightning_part("pytorch")
+    except ImportError as error:
+        raise unusable(__name__, error) from error
 
-Plain, Callback, DDPStrategy = pytorch.Trainer, pytorch.Callback, pytorch.strategies.DDPStrategy
-Sharding = pytorch.strategies.ModelParallelStrategy
 DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "ddp_find_unused_parameters_true": True}
 
 
-class Trainer(Plain):
+class Trainer(pytorch.Trainer):
     """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)`. All other arguments are Lightning's.
 
     `fit` takes its training data from a DataLoader, a datamodule or the module, or what `run.loader(dataset,
@@ -48,7 +49,7 @@ class Trainer(Plain):
     def __init__(self, run: Run, **arguments: Any) -> None:
         _refuse(arguments)
         strategy = arguments.get("strategy", "auto")
-        if not isinstance(strategy, Sharding):
+        if not isinstance(strategy, pytorch.strategies.ModelParallelStrategy):
             unused = DDP[strategy]
             options = ddp_options(run) | ({} if unused is None else {"find_unused_parameters": unused})
             strategy = _Strategy(run, **options)
@@ -94,7 +95,8 @@ class Trainer(Plain):
 def _refuse(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments with which a run would not resume exactly."""
     strategy = arguments.get("strategy", "auto")
-    if not isinstance(strategy, Sharding) and (not isinstance(strategy, str) or strategy not in DDP):
+    shards = isinstance(strategy, pytorch.strategies.ModelParallelStrategy)
+    if not shards and (not isinstance(strategy, str) or strategy not in DDP):
         raise ConfigError(
             f"Trainer(strategy={strategy!r}): choose one of {', '.join(DDP)}, or a ModelParallelStrategy with "
             "tensor_parallel_size=1, in whose configure_model() fully_shard shards the model"
@@ -109,7 +111,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
 
 
-class _Strategy(DDPStrategy):
+class _Strategy(pytorch.strategies.DDPStrategy):
     """Lightning's DDP, on nodes that may have different numbers of ranks."""
 
     def __init__(self, run: Run, **arguments: Any) -> None:
@@ -121,7 +123,7 @@ class _Strategy(DDPStrategy):
         return {"num_replicas": self._of_run.size, "rank": self._of_run.rank}
 
 
-class _Follower(Callback):
+class _Follower(pytorch.Callback):
     """Follows Lightning's loop: registers what it trains, and marks where each step and each epoch ends."""
 
     steps: FrameworkSteps  # once Lightning has its data
@@ -172,7 +174,7 @@ class _Follower(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             objects["scaler"] = scaler
-        if isinstance(trainer.strategy, DDPStrategy):
+        if isinstance(trainer.strategy, pytorch.strategies.DDPStrategy):
             rehearse_without_forward(trainer.strategy.model)
         loop_of(self._run).register(objects, rehearses=False)
 
@@ -305,7 +307,7 @@ def _warn_of_own_state(run: Run, trainer: Any, module: Any) -> None:
     """Say what keeps a state that only a checkpoint of Lightning's own would hold."""
     for each, plain in [
         (module, pytorch.LightningModule),
-        *((callback, Callback) for callback in trainer.callbacks),
+        *((callback, pytorch.Callback) for callback in trainer.callbacks),
     ]:
         if type(each).on_save_checkpoint is not plain.on_save_checkpoint and not list(_averages([each])):
             loop_of(run).engine.progress.say(
