@@ -399,7 +399,8 @@ class StepStream:
         self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
         self._workers = 0 if workers == 0 else self._workers
-        self._batch_size, self._loaded = batch_size, None
+        self._batch_size = batch_size
+        self._loaded: Any = None
         self._iterating: Iterator[Any] | None = None
 
     def __len__(self) -> int:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from laststep import script
 from laststep.checkpoint.files import CheckpointError
-from laststep.checkpoint.store import CheckpointGone, CheckpointStore, fsync
+from laststep.checkpoint.store import CheckpointGone, CheckpointStore
 from laststep.config.checks import validate
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.records.submissions import read_submissions
-from laststep.rundir import RunDir
+from laststep.rundir import RunDir, fsync
 from laststep.runs import run_config, run_folders
 from laststep.runs.run_config import check_later_end
 from laststep.runs.run_status import is_finished, records_of
