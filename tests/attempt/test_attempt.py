@@ -20,7 +20,7 @@ from laststep.trainer import Trainer
 from tests.support.disk import acting_at
 from tests.support.forked import forked_python
 from tests.support.ranks import Attempt, fingerprint, reasons, train
-from tests.support.runs import config
+from tests.support.runs import config, without_a_long_wait
 from tests.support.tasks import read_one_step_late
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_saved_of_a_step_that_is_not_finite(tmp_path: Path) -> None:
     """The worst moment for a rank to die: the weights are NaN, and no rank has noticed yet. If the surviving rank saved
     them, no later attempt could ever recover."""
     options = ("task=tests.support.tasks.PoisonedAndKilled", "checkpoint.every_steps=2")
-    attempt = Attempt(config(tmp_path, "nan-killed", 2, options))
+    attempt = Attempt(config(tmp_path, "nan-killed", 2, options), before=without_a_long_wait)
     assert attempt.wait() == [-signal.SIGKILL, 1], attempt.output()
     assert [checkpoint["step"] for checkpoint in inspect(attempt.run)] == [2, 4]
     assert '"step": 5' not in attempt.run.metrics.read_text()

@@ -7,6 +7,7 @@ of an undisturbed one. tests/attempt/test_sharded_survivors.py has the rest by s
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from tests.attempt.apart import fall_apart
 from tests.support.ranks import Attempt, fingerprint
-from tests.support.runs import FAULTY, KILLED, only
+from tests.support.runs import FAULTY, KILLED, only, without_a_long_wait
 from tests.support.runs import config as a_config
 
 SHARDED = (
@@ -35,9 +36,11 @@ def config(root: Path, name: str, options: tuple[str, ...]) -> Config:
     return a_config(root, name, 2, (*FAULTY, *options, "launch.nodes=2"))
 
 
-def befall(root: Path, name: str, fault: str, options: tuple[str, ...]) -> Attempt:
+def befall(
+    root: Path, name: str, fault: str, options: tuple[str, ...], before: Callable[[], None] | None = None
+) -> Attempt:
     """One attempt with this fault, to its end."""
-    attempt = Attempt(config(root, name, options), {"LASTSTEP_TEST_FAULT": fault}, nodes=2)
+    attempt = Attempt(config(root, name, options), {"LASTSTEP_TEST_FAULT": fault}, 2, before)
     kind, _, _, _, hit = fault.split()
     dead = [int(rank) for rank in hit.split(",")]
     if kind == "halt":
@@ -80,7 +83,7 @@ def test_no_step_is_lost(root: Path, options: tuple[str, ...], fault: str) -> No
 def test_full_without_copies(root: Path) -> None:
     """The run is back at its newest checkpoint, and the record says why."""
     options = (*FULL, "checkpoint.every_steps=3")
-    attempt = befall(root, "bare", "kill step 6 rank 2", options)
+    attempt = befall(root, "bare", "kill step 6 rank 2", options, without_a_long_wait)
     record = only(attempt)
     assert (record["end_step"], record["lost_steps"]) == (5, 2)
     said = "step 5 cannot be saved: shard 2 is held by no surviving rank; the run is back at step 3"

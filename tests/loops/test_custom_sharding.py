@@ -30,7 +30,7 @@ from tests.loops.sharded_loops import data, named, network
 from tests.support.loops import run_function
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.records import a_world
-from tests.support.runs import undisturbed_run
+from tests.support.runs import undisturbed_run, without_a_long_wait
 from tests.support.states import pretended_rank
 
 KILLED = -signal.SIGKILL
@@ -44,9 +44,12 @@ def config(root: Path, name: str, ranks: int, mesh: str, *options: str) -> Confi
     return Config.load(None, ["task=tests.loops.sharded_loops.thorough", *for_all, *place, *options])
 
 
-def strike(root: Path, name: str, ranks: int, mesh: str, place: str, *options: str) -> dict[str, Any]:
+def strike(
+    root: Path, name: str, ranks: int, mesh: str, place: str, *options: str, before: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """The record of an attempt that received the signal at that place."""
-    attempt = Attempt(config(root, name, ranks, mesh, *options), {"LASTSTEP_TEST_SIGNAL": place}, nodes=nodes(options))
+    here = config(root, name, ranks, mesh, *options)
+    attempt = Attempt(here, {"LASTSTEP_TEST_SIGNAL": place}, nodes(options), before)
     number, hit = signal.Signals[place.split()[0]], int(place.split()[-1])
     stopped = [128 + number] * ranks
     killed = [KILLED if rank == hit else 1 for rank in range(ranks)]
@@ -88,10 +91,11 @@ def test_stop_anywhere(root: Path, place: str, step: int) -> None:
 
 def test_a_rank_is_killed(root: Path) -> None:
     """Nobody else has its shard. The run is back at its newest checkpoint, and the record says why."""
-    record = strike(root, "killed", 2, "2", "SIGKILL step 7 rank 1", "checkpoint.every_steps=4")
+    saves = "checkpoint.every_steps=4"
+    record = strike(root, "killed", 2, "2", "SIGKILL step 7 rank 1", saves, before=without_a_long_wait)
     assert (record["end_step"], record["lost_steps"]) == (6, 2)
     assert "shard 1 is held by no surviving rank; the run is back at step 4" in record["error"]
-    assert resume(root, "killed", 2, "2", "checkpoint.every_steps=4")["start_step"] == 4
+    assert resume(root, "killed", 2, "2", saves)["start_step"] == 4
 
 
 COPIED = ("checkpoint.replicas=1", "launch.nodes=2", "launch.tasks_per_node=1")

@@ -59,6 +59,15 @@ def stop_and_resume(root: Path, name: str, ranks: int, options: tuple[str, ...],
     assert fingerprint(run) == expected
 
 
+def without_a_long_wait() -> None:
+    """Have survivors wait for 3 s, not for 15, for a rank that holds what nobody else has: no supervisor says here that
+    it was killed."""
+    from laststep.attempt import rescue, rescue_plan
+
+    for module in (rescue, rescue_plan):
+        vars(module)["ALONE_S"] = 3.0
+
+
 def befall(root: Path, name: str, ranks: int, fault: str, *options: str) -> tuple[Attempt, list[int]]:
     """One attempt with this fault (see tests.support.tasks.Faulty); returns the attempt and its exit statuses.
 
