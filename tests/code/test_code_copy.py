@@ -126,10 +126,8 @@ def test_a_disk_that_refuses(run: RunDir, here: Path, monkeypatch: pytest.Monkey
     assert not list(run.path.iterdir())
 
 
-@pytest.mark.parametrize("alone_s", [60.0, 0.0])
-def test_each_file_is_exact(run: RunDir, here: Path, monkeypatch: pytest.MonkeyPatch, alone_s: float) -> None:
-    """All files are there, whole, and scripts stay executable, whether one thread copies them or several do."""
-    monkeypatch.setattr(code_copy, "COPY_ALONE_S", alone_s)
+def test_each_file_is_exact(run: RunDir, here: Path) -> None:
+    """All files are there, whole, and scripts stay executable."""
     (here / "empty").touch()
     (here / "data.bin").write_bytes(os.urandom(300_000))
     modes = {"my_task.py": 0o755, "data.bin": 0o444, "empty": 0o666, "parts/model.py": 0o600}
