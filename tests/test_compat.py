@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from laststep import compat
 from laststep.compat import compiler as compat_compiler
@@ -386,6 +386,17 @@ def test_loader_workers() -> None:
     worker.join(30)
     assert not worker.is_alive()
     assert compat.worker_processes(iter([])) == []
+
+
+class _SaysWorker(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[bool]:
+        compat.hide_worker()
+        yield get_worker_info() is None
+
+
+def test_a_hidden_worker() -> None:
+    """A data set that is read in a worker of a stream must not take a part of its shards for all of them."""
+    assert list(DataLoader(_SaysWorker(), batch_size=None, num_workers=1, collate_fn=bool)) == [True]
 
 
 def test_open_iterations() -> None:

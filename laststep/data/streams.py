@@ -99,7 +99,7 @@ class Opened:
 
     def load(self, state: str) -> None:
         """Start at this state, in which at least one sample has been read."""
-        self._holder(self._iterable).load_state_dict(_from_text(state))
+        self._iterable.load_state_dict(_from_text(state))
         self._first = self._step - 1
 
     def read(self, count: int) -> list[Any]:
@@ -114,18 +114,12 @@ class Opened:
 
     def state(self) -> str | None:
         """Where the source is, after a sample has been read; None if it does not say."""
-        holder = self._holder(self._iterable)
-        if holder is None:
+        if not hasattr(self._iterable, "state_dict") or not hasattr(self._iterable, "load_state_dict"):
             return None
         try:
-            return _to_text(holder.state_dict())
+            return _to_text(self._iterable.state_dict())
         except Exception:  # it may want arguments, or hold what cannot be stored
             return None
-
-    @staticmethod
-    def _holder(iterable: Any) -> Any:
-        has = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-        return iterable if has else None
 
 
 class PartReader(Iterator[tuple[list[Any], int, Mark]]):
@@ -400,7 +394,7 @@ class StepStream:
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
         self._workers = 0 if workers == 0 else self._workers
         self._batch_size = batch_size
-        self._loaded: Any = None
+        self._loaded: Any = None  # the iteration over the parts
         self._iterating: Iterator[Any] | None = None
 
     def __len__(self) -> int:
@@ -452,7 +446,7 @@ class StepStream:
 
     def _batches(self) -> Iterator[tuple[Any, list[tuple[int, Mark]]]]:
         if self._iterating is None:
-            self._iterating = iter(DeviceLoader(_Once(self._load()), self._device))
+            self._iterating = iter(DeviceLoader(self._load(), self._device))
         return self._iterating
 
     def _load(self) -> Iterator[Any]:
@@ -481,16 +475,6 @@ class StepStream:
             if self._merges:
                 batch = self._collate([sample for samples, _, _ in found for sample in samples])
             yield batch, marks
-
-
-class _Once:
-    """An iterable over one iterator, for a DeviceLoader."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._one = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._one
 
 
 def _as_it_is(item: Any) -> Any:

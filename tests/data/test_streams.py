@@ -370,4 +370,5 @@ def test_webdataset(by_node: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found + texts(a_stream(source(), (1, 2), stored(first.record)), 8) == ranks[1]
     parts = lambda part, parts: wds.WebDataset(urls[part::parts], shardshuffle=False).to_tuple("txt")  # noqa: E731
     assert len(texts(a_stream(parts, (1, 2)), 2)) == 2
+    del first
     gc.collect()  # it leaves its files open
