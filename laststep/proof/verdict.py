@@ -92,7 +92,7 @@ def _compared(proof: Proof) -> Iterator[str]:
         yield from _field("left out", f"by --ignore: {listed(proof.left_out)}")
     if proof.spared:
         yield from _field("spared", f"{counted(proof.spared, 'stop')} for which --minutes left no time")
-    if missing := missing_kinds(places):
+    if not proof.spared and (missing := missing_kinds(places)):
         yield from _field(
             "not tried", f"a stop in {_joined(missing, 'or')}: the run did not get there; --steps N trains longer"
         )
