@@ -14,7 +14,7 @@ from laststep import frameworks
 from laststep.code.task_check import check_task
 from laststep.config.errors import ConfigError
 from tests.support.forked import forked_python
-from tests.support.needs import OPTIONAL
+from tests.support.needs import OPTIONAL, require_package
 from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.runs import SMALL
 
@@ -63,3 +63,36 @@ def test_a_rank_imports_no_framework_by_itself(tmp_path: Path) -> None:
             timeout=DEADLINE_S,
         )
         assert done.stdout.splitlines()[-1:] == ["imported []"], done.stdout + done.stderr
+
+
+def test_lightning_by_its_other_name(tmp_path: Path) -> None:
+    """Most tutorials write `import pytorch_lightning`. Its classes are not those of `lightning`: the adapter takes the
+    ones that the script has imported, or says so."""
+    require_package("pytorch_lightning")
+    (tmp_path / "named.py").write_text(
+        "import pytorch_lightning as pl, torch\n"
+        "from laststep.frameworks.lightning import Trainer\n"
+        "class Module(pl.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(2, 1)\n"
+        "    def training_step(self, batch, number):\n"
+        "        return self.layer(batch[0]).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "def main(run):\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(8, 2))\n"
+        "    loader = torch.utils.data.DataLoader(data, 2, shuffle=True)\n"
+        "    trainer = Trainer(run, max_epochs=1, accumulate_grad_batches=2, logger=False)\n"
+        "    trainer.fit(Module(), loader)\n"
+        "    return {'steps': trainer.global_step}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "laststep", "task=named.main", "device=cpu", "launch.root=runs", "--name", "named"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROJECT}"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0 and '"steps": 2' in done.stdout, done.stdout + done.stderr

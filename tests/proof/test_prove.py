@@ -84,7 +84,7 @@ def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capf
         ),
         (
             "accumulates",
-            ["step 1 left gradients without an optimizer.step(): one iteration of run.steps(...) is one update"],
+            ["step 1 left gradients without an optimizer.step(): where K iterations make one update, write "],
         ),
         ("cycles", ["step 1 drew a batch from an iteration over a DataLoader that goes beyond the step"]),
         ("differs_by_rank", ["the registered state differs between ranks at step 6: meter.loss (rank 1 against"]),

@@ -53,6 +53,7 @@ SLOW = (
     "faults/test_faults",
     "frameworks/test_frameworks",
     "frameworks/test_missing.py::test_a_rank",
+    "frameworks/test_missing.py::test_lightning_by",
     "frameworks/test_ray.py::test_a_killed_worker",
     "gpu/",
     "data/test_streams.py::test_any_number_of_ranks",
