@@ -22,7 +22,8 @@ def say(text: str) -> None:
     """
     with contextlib.suppress(OSError):
         line = f"[laststep {time.strftime('%H:%M:%S')}] {text.strip()}"
-        if getattr(sys.stdout, "isatty", bool)():  # a program may have put anything in its place
+        # A program may have put anything in their place; mpirun gives its ranks a terminal that nobody sees.
+        if all(getattr(stream, "isatty", bool)() for stream in (sys.stdin, sys.stdout)):
             line = wrapped(line, shutil.get_terminal_size().columns)
         # A single write, unlike print's two: else a line from another thread could end up in the middle of this one.
         sys.stdout.write(f"{line}\n")

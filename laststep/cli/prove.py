@@ -42,14 +42,14 @@ Prove on this machine that a script resumes exactly: train it twice undisturbed,
 then stop it, kill one of its ranks and resume it, and compare every step."""
 EPILOG = """\
 Takes submit's options. Trains with the ranks of the configuration, and at least
-two unless it names a number, in a throwaway folder (in TMPDIR), which has a copy
-of the project; trackers are off. What is too large to copy (10,000 entries, 1 GB)
+two unless it names a number, in a throwaway folder (in TMPDIR) with a copy of
+the project; trackers are off. What is too large to copy (10,000 entries, 1 GB)
 is linked. Files that change meanwhile in the project, or under an absolute path
 that the script is given, are named; other places are not looked at.
 Compared after each step, on each rank: all registered state, the batch, the
 inputs of the model, and metrics.jsonl. For the first difference it names the
-step, the values and the rule that it points to. Numbers of the script's own that
-a resume changes are named even if no weights depend on them.
+step, the values and the rule that it points to. Numbers of the script's own
+that a resume changes are named even if no weights depend on them.
 Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
 """
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = config.launch.world_size
         say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
-        about = "" if args.minutes is None else f"; about {args.minutes:g} min, if four starts fit"
+        about = "" if args.minutes is None else f"; {args.minutes:g} min if 4 fit"
         say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks{about}")
         say(f"folder {folder}, removed at the end; the script works in a copy of yours")
         if copy.linked:

@@ -278,7 +278,7 @@ def _how_far(run: RunDir) -> str:
     for end in records_of(run)[-1:]:
         done, lost = end["end_step"], end["lost_steps"]
         if run.progress.exists():
-            return "stopped; it resumes by itself; to continue"
+            return "stopped; it resumes by itself"
         if end["job_id"] != start["job_id"] or not end["reason"]:
             continue
         if end["reason"] != "lost":

@@ -436,6 +436,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     engine.can_advance = False
     engine.freeze_copies.return_value, engine.gathered = [], None
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
+    engine.saves.writer.buffer_bytes = 0
     begin_attempt(run, state.world, 0)
     return state
 

@@ -392,5 +392,7 @@ def test_data_that_cannot_start_in_the_middle(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    assert "run.steps(count=N)" in ends_with(lambda run: run.loader(Stream(), 2), tmp_path)
+    assert "run.steps(run.stream(data, batch_size), count=N)" in ends_with(
+        lambda run: run.loader(Stream(), 2), tmp_path
+    )
     assert "there are only 20 samples" in ends_with(lambda run: run.loader(DATA, 32, drop_last=True), tmp_path)

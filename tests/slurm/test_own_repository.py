@@ -128,7 +128,7 @@ def test_a_command_whose_rank_is_killed(mine: User) -> None:
     mine.kills("killed", 0)
     mine.waits_for("killed", "resumes 1", times=2)
     said = mine.types("cancel", "killed")
-    assert "killed: stopped, and resumes by itself; to continue: " in said
+    assert "killed: stopped, and resumes by itself\nnext   " in said
     first, second = mine.waits_for_end("killed", "cancelled")
     assert first["requeue"] and first["reason"] in ("lost", "failed") and second["restart"] == 0
     # Its supervisor was killed with it. What then lives in a session of its own is for Slurm's cgroups, missing here.
