@@ -19,11 +19,11 @@ from tests.support.custom_loops import Struck
 
 
 class Samples:
-    """Says where it is, or, with LASTSTEP_TEST_SILENT, does not."""
+    """Says where it is, or, with LASTSTEP_TEST_COUNTED, does not."""
 
     def __init__(self) -> None:
         self.at = self.start = 0
-        if not os.environ.get("LASTSTEP_TEST_SILENT"):
+        if not os.environ.get("LASTSTEP_TEST_COUNTED"):
             self.state_dict = lambda: {"at": self.at}
             self.load_state_dict = self.begin_at
 
@@ -67,3 +67,21 @@ def streamed(run: Run) -> dict[str, float]:
             table += last[-1]
         run.log(own=float(table.sum() + sum(last)))
     return {"table": float(table.sum())}
+
+
+def in_micro_batches(run: Run) -> None:
+    """Eight steps of two micro-batches of a stream."""
+    streams.EXCHANGE_STEPS = 3
+    struck, model = Struck(run), DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stream = run.stream(Samples(), 8, num_workers=1, shuffle=5)
+    run.restore(model=model, optimizer=optimizer)
+    for x, _ in run.steps(stream, count=8, accumulate=2):
+        model.require_backward_grad_sync = run.sync_gradients
+        loss = model(x).square().mean()
+        (loss / 2).backward()
+        run.log(loss=loss, seen=x.sum())
+        struck.strike("last" if run.sync_gradients else "first")
+        if run.sync_gradients:
+            optimizer.step()
+            optimizer.zero_grad()

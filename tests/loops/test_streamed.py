@@ -23,7 +23,7 @@ def config(root: Path, name: str, ranks: int, *options: str) -> Config:
 
 def strike(root: Path, name: str, ranks: int, places: str, *options: str, silent: str = "") -> Attempt:
     """One attempt, which received a signal at that place and has ended."""
-    env = {"LASTSTEP_TEST_SIGNAL": places, "LASTSTEP_TEST_SILENT": silent}
+    env = {"LASTSTEP_TEST_SIGNAL": places, "LASTSTEP_TEST_COUNTED": silent}
     attempt = Attempt(config(root, name, ranks, *options), env)
     attempt.wait()
     return attempt
@@ -35,7 +35,7 @@ def test_stopped_twice(root: Path, silent: str, monkeypatch: pytest.MonkeyPatch)
     for place, step in (("SIGTERM step 4 rank 1", 4), ("SIGTERM step 5 rank 0", 9)):
         attempt = strike(root, f"stopped{silent}", 2, place, silent=silent)
         assert read_lines(attempt.run.attempts)[-1]["end_step"] == step, attempt.output()
-    monkeypatch.setenv("LASTSTEP_TEST_SILENT", silent)
+    monkeypatch.setenv("LASTSTEP_TEST_COUNTED", silent)
     run = train(config(root, f"stopped{silent}", 2))
     assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2))
 
@@ -60,3 +60,14 @@ def test_any_number_of_ranks(root: Path) -> None:
     attempt = strike(root, "sizes", 4, "SIGKILL step 4 rank 2", shares)
     run = train(config(root, "sizes", 1, shares))
     assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2, shares)), attempt.output()
+
+
+@pytest.mark.parametrize("place", ["first 4 rank 1", "last 4 rank 0"])
+def test_killed_within_a_step_of_micro_batches(root: Path, place: str) -> None:
+    """The open step is done again from its first micro-batch: its samples must not count as used."""
+    name, task = f"micro-{place[:5]}", "task=tests.loops.streamed_loops.in_micro_batches"
+    strike(root, name, 2, f"SIGTERM {place}", task)
+    attempt = strike(root, name, 2, f"SIGKILL {place.replace('4', '2')}", task)
+    run = train(config(root, name, 2, task))
+    assert fingerprint(run) == undisturbed_run(config(Path("unused"), "unused", 2, task)), attempt.output()
+    assert [record["lost_steps"] for record in read_lines(run.attempts)] == [0, 0, 0]
