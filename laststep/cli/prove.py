@@ -101,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
         ranks = config.launch.world_size
         say(f"script {script.shown(config.script)}" if config.script else f"task   {config.task}")
         say(f"ranks  {ranks} on this machine; seed={config.seed} chooses where they are disturbed")
-        about = "" if args.minutes is None else f"; {args.minutes:g} min if 4 fit"
-        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks{about}")
+        say(f"cost   3 times {_length(args.steps)}, and up to 8 starts of the ranks")
+        if args.minutes is not None:
+            say(f"time   about {args.minutes:g} min, if four starts of the ranks fit")
         say(f"folder {folder}, removed at the end; the script works in a copy of yours")
         if copy.linked:
             say(textwrap.fill(f"links  {verdict.listed(copy.linked)}: too large to copy, the script sees yours", 80))
