@@ -51,7 +51,7 @@ from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
-from laststep.loops.streams import Streams
+from laststep.loops.stream_marks import Streams
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 from laststep.say import counted
