@@ -56,7 +56,7 @@ class Fact(NamedTuple):
     """A figure at the top of the page."""
 
     text: str
-    of: str = ""  # the step or epoch that it belongs to
+    of: str = ""  # the step or epoch that it belongs to, or what it is a share of
 
     @property
     def html(self) -> str:
@@ -100,7 +100,7 @@ class Run:
             "attempts": Fact(f"{len(self.records):,}"),
             "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
             "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
-            "goodput": Fact("-" if self.goodput is None else f"{self.goodput:.0%}"),
+            "goodput": Fact("-") if self.goodput is None else Fact(f"{self.goodput:.0%}", "of the time in attempts"),
         }
 
     @property
