@@ -95,4 +95,4 @@ def test_lightning_by_its_other_name(tmp_path: Path) -> None:
         text=True,
         timeout=DEADLINE_S,
     )
-    assert done.returncode == 0 and '"steps": 2' in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "finished: steps 2" in done.stdout, done.stdout + done.stderr
