@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 def note(text: str, stream: TextIO | None = None, indent: int = 0) -> None:
     """Print a line of the command itself, on stderr if no `stream` is given. On a terminal it is wrapped between words,
-    with so many spaces before each further line."""
+    each further line with this indent, in spaces."""
     stream = stream or sys.stderr
     if stream.isatty():
         text = wrapped(text, shutil.get_terminal_size().columns, indent)
@@ -40,7 +40,7 @@ def note(text: str, stream: TextIO | None = None, indent: int = 0) -> None:
 
 
 def wrapped(text: str, columns: int, indent: int = 0) -> str:
-    """The text in lines of at most so many columns, all but the first with this indent. A path that is longer stays
+    """The text in lines of at most `columns`, all but the first with this indent. A path that is longer stays
     whole, and so does a `quoted command`, to be copied."""
     import textwrap  # here: most commands print no long line
 

@@ -91,8 +91,8 @@ class _Reading(NamedTuple):
 class _Runs:
     """The named runs, in this order, or all runs in the root; a single named run with its attempts.
 
-    `read` returns the status of each run, in the order in which to show them; `view` the wanted runs in so many columns
-    of the terminal (None: any number); `fields` what a run's JSON object has besides.
+    `read` returns the status of each run, in the order in which to show them; `view` the wanted runs in this number of
+    columns of the terminal (None: any number); `fields` what a run's JSON object has besides.
     """
 
     def __init__(self, names: Sequence[str], root: str) -> None:

@@ -88,8 +88,8 @@ class Streams:
             self._take(text[:size].cpu().numpy().tobytes())
 
     def exchange(self, step: int) -> None:
-        """After every so many steps (from 1): leave this rank's marks for the others, and take theirs of the time
-        before. All of them have left these by now, unless one is dead."""
+        """Every EXCHANGE_STEPS steps (counted from 1): leave this rank's marks for the others, and take those that they
+        left the time before. All of them have done so by now, unless one is dead."""
         group = self._group
         if not self._streams or group.world.size == 1 or step % EXCHANGE_STEPS:
             return

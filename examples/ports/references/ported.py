@@ -206,7 +206,7 @@ def main(args):
 def get_args_parser():
     parser = argparse.ArgumentParser(description="Classification training")
     parser.add_argument("--data-path", default="imagenet")
-    parser.add_argument("--fake-data", default=0, type=int, help="so many fake samples instead")
+    parser.add_argument("--fake-data", default=0, type=int, help="train on this number of fake samples instead")
     parser.add_argument("--num-classes", default=1000, type=int)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--device", default="cuda")
