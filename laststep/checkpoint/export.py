@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ DCP = "dcp"
 FILE_BYTES = 5_000_000_000
 READABLE = (SAFETENSORS, TORCH, ".pth", ".bin", ".ckpt")  # all but the first are what torch.save writes
 NESTED = ("state_dict", "model")  # where training scripts keep the weights in what they save
-TRIES = 5  # a run that is training may delete the checkpoint that is being read
+INSIST_S = 60.0  # a run that is training may delete the checkpoint that is being read, again and again
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool
 
 def read_store(store: CheckpointStore, name: str, step: int | None, best: bool, raw: bool) -> Weights:
     """`read_run`, for a folder of checkpoints. `name` is the run's, for messages."""
-    for _ in range(TRIES):
+    begun = time.monotonic()
+    while time.monotonic() - begun < INSIST_S:
         chosen = _choose(store, name, step, best)
         try:
             return _read(store, chosen, raw)

@@ -56,6 +56,7 @@ from laststep.ranks.slurm import (
     SlurmError,
     forbid_requeue,
     has_scontrol,
+    kill_limits,
     node_states,
     note_unrecorded,
     requeue_job,
@@ -257,12 +258,14 @@ def _continue(
         say(f"not requeued: {_no_answer(run)}")
         return Follows.END
     if end is None and not rank_0_lives and not comes_back(job, world.restart):
-        cause, lost = judge(signal.SIGTERM, job, world.restart, 0, 0), list[str]()
+        asked, lost = nodes.asked_to_stop(_newest_log(run, world)), list[str]()
+        now = time.time() + (kill_limits().clock_ahead_s if asked else 0.0)
+        cause = judge(asked or signal.SIGTERM, job, world.restart, launch.signal_delay_s, now)
         error = cause.error
-        if cause.requeue:
+        if cause.reason == "failed":
             # Slurm has not ended it, so it counts as a failure: else a job that cannot start would be requeued forever.
             error, lost = failed_start, nodes.lost_nodes(_newest_log(run, world))
-            can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
+        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
         end = _record_without_ranks(run, world, launch, cause.reason, error, kept_step(), lost)
         ended = [*ended, end]
         policy = recorded(ended, launch)

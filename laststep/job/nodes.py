@@ -8,6 +8,7 @@ nodes that were blamed launch.exclude_after times.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -36,6 +37,9 @@ _LOST_NODE = re.compile(r"srun: error: .*(?:failed on node|[Nn]ode failure on) (
 
 # ... and about a node whose ranks were killed.
 _KILLED = re.compile(r"srun: error: ([\w.-]+): tasks? [\d,-]+: (?:Killed|Out Of Memory)")
+
+# ... and about a rank that a signal has ended which asks for a stop: its Python had just begun to start.
+_ASKED_TO_STOP = re.compile(r"srun: error: [\w.-]+: tasks? [\d,-]+: User defined signal ([12])")
 
 
 def choose_nodes(
@@ -109,6 +113,12 @@ def where_killed(text: str) -> list[str]:
     was killed itself: then nothing is known against a node."""
     found = set(_KILLED.findall(text))
     return list(found) if len(found) == 1 else []
+
+
+def asked_to_stop(text: str) -> signal.Signals | None:
+    """The signal that asked for a stop and ended a rank which could not handle it yet, by what srun has printed."""
+    found = _ASKED_TO_STOP.search(text)
+    return signal.Signals[f"SIGUSR{found[1]}"] if found else None
 
 
 def keep_from_bad_nodes(run: RunDir, world: World, launch: Launch) -> None:

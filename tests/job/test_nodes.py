@@ -6,6 +6,7 @@ tests/slurm/test_nodes.py tests it on a real one.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -80,6 +81,13 @@ srun: error: n1: task 0: Exited with exit code 1
 def test_where_all_ranks_were_killed(log: str, node: list[str]) -> None:
     """One node is to blame if it alone killed its ranks. A dead srun says nothing about a node."""
     assert nodes.where_killed(log) == node
+
+
+def test_asked_to_stop() -> None:
+    """Only the signals that ask for a stop count: a rank that ends with an error, or is killed, has failed."""
+    log = "srun: error: n2: tasks 0-3: User defined signal 2\n"
+    assert nodes.asked_to_stop(log) is signal.SIGUSR2
+    assert nodes.asked_to_stop("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n") is None
 
 
 @pytest.fixture

@@ -108,6 +108,25 @@ def test_user_signal(user: User) -> None:
     hit_and_compare(user, "usr2", ("scancel", "--signal", "USR2", "{job}"))
 
 
+def test_signalled_before_python_runs(user: User, tmp_path: Path) -> None:
+    """Slurm may send its warning while the ranks are being started, and it ends a program that does not expect it. That
+    is a stop like any other, not a failure: a run whose budget of timeouts was used up began again all the same."""
+    slow = tmp_path / "slow"
+    slow.write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/$SLURM_PROCID ] || {{ touch {tmp_path}/$SLURM_PROCID; exec sleep 600; }}\nexec "$@"\n'
+    )
+    slow.chmod(0o755)
+    words = ("--name", "early", SHORT, f"launch.python={slow} {user.python}", "launch.max_failures=0")
+    following = user.begins(*TWO_RANKS, *words, "--follow")
+    started = [tmp_path / "0", tmp_path / "1"]
+    user.cluster.wait_for(lambda: all(file.exists() for file in started), 60, "the ranks do not start")
+    user.cluster.run("scancel", "--signal", "USR2", user.job_of("early"))
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    ends = [(end["reason"], end["restart"]) for end in user.attempts("early")]
+    assert ends == [("preempted", 0), ("finished", 1)], said
+
+
 def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
     """An image rarely has Slurm's commands, so rank 0 can neither query nor requeue its job: the batch shell, which
     runs outside the image, must. (Here a program that hides the commands stands in for the container.)"""
