@@ -367,7 +367,9 @@ class Perceptron(Task):
 
 def custom_loop(run: Run) -> None:
     """The same training as a custom loop under Laststep."""
-    model = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
+    model = _model()  # on one rank without DistributedDataParallel, as the bare loop
+    if run.size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = _optimizer(model)
     run.restore(model=model, optimizer=optimizer)
     _measure()

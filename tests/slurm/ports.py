@@ -1,0 +1,173 @@
+"""The ports of examples/ports on a real Slurm, each struck by all that a day has: `python -m tests.slurm.ports [NAME...]`
+writes docs/ports.md.
+
+Each runs twice on two nodes: once undisturbed, once stopped by a signal, with one rank killed, with all ranks killed,
+cancelled, and resumed. Weights and metrics must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from laststep.records.metrics import read_lines
+from laststep.rundir import RunDir
+from tests.faults.report import machine_lines
+from tests.faults.slurm_day import table
+from tests.proof.test_ports import ALL, PORTS, changed_lines
+from tests.slurm.cluster import Cluster
+from tests.slurm.user import User
+from tests.support.forked import forked_python
+from tests.support.project import PROJECT, make_shared_folder, remove_shared_folder
+from tests.support.ranks import fingerprint
+
+PAGE = PROJECT / "docs" / "ports.md"
+# Words that replace those of the tests, so that a run lasts for half a minute.
+LONGER = {
+    "imagenet": "--epochs 12",
+    "references": "--epochs 12",
+    "nanogpt": "--max_iters=600 --eval_interval=100",
+    "diffusion": "--num_epochs 20",
+}
+OURS = ("device=cpu", "train.log_every=5", "launch.hang_timeout_s=60")
+STRIKES = ("stopped", "one rank killed", "all ranks killed", "cancelled and resumed")
+NODES = ("w1", "w2")
+
+
+class Day(NamedTuple):
+    """What became of a port."""
+
+    name: str
+    lines: int  # changed
+    proved: bool
+    steps: int
+    struck: list[tuple[int, int]]  # after which step, and how many steps were lost; by strike
+    same: bool  # weights and metrics of the undisturbed run
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it broke what docs promise. Only where all ranks die are steps lost: those since the last save."""
+        lost = [lost for _, lost in self.struck]
+        return not (self.proved and self.same) or any(lost[:2] + lost[3:])
+
+    def row(self) -> tuple[str, ...]:
+        """As the page shows it."""
+        places = [f"{step}, {lost} lost" if lost else str(step) for step, lost in self.struck]
+        proved, same = ("EXACT" if self.proved else "**not exact**"), ("the same" if self.same else "**others**")
+        return self.name, str(self.lines), proved, str(self.steps), *places, same
+
+
+def main(words: Sequence[str]) -> int:
+    """Try these ports, or all; returns 1 if one of them broke a promise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.slurm.ports", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALL)}; the page is written for all")
+    names = parser.parse_args(words).names or list(ALL)
+    make_shared_folder()
+    folder = Path(tempfile.mkdtemp(prefix="laststep-ports-"))
+    days = []
+    cluster = Cluster.start(folder / "slurm", accounting=False, nodes=NODES)
+    try:
+        python = forked_python()
+        for name in names:
+            days.append(a_day(cluster, folder / name, name, python))
+            print("  ".join(days[-1].row()), flush=True)
+    finally:
+        cluster.stop()
+        remove_shared_folder()
+    if names == list(ALL):
+        PAGE.write_text(page(days))
+    if any(day.wrong for day in days):
+        print(f"VIOLATION: see above; the folders of the runs are in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+def a_day(cluster: Cluster, folder: Path, name: str, python: str) -> Day:
+    """Train a port undisturbed, and through all strikes."""
+    (place := folder / "users").mkdir(parents=True)
+    shutil.copy(PORTS / name / "ported.py", place / "train.py")
+    user = User(cluster, folder / "runs", python, place)
+    script = ("train.py", *ALL[name].words.split(), *LONGER.get(name, "").split())
+    command = [python, user.program, "prove", "--steps", "16", "device=cpu", "train.py", *ALL[name].words.split()]
+    proof = subprocess.run(command, cwd=place, env=user.env, capture_output=True, text=True, timeout=900)
+    if not (proved := proof.returncode == 0 and "\nEXACT\n" in proof.stdout):
+        print(f"{' '.join(command)}:\n{proof.stdout}{proof.stderr}", flush=True)
+    user.types("--nodes", "2", "--name", "alone", *OURS, *script)
+    _comes_to(user, "alone", lambda: _ended(user, "alone"), "did not end")
+    alone, steps = fingerprint(user.run("alone")), _step(user.run("alone"))
+    user.types("--nodes", "2", "--name", "struck", *OURS, *script)
+    job = user.job_of("struck")
+    for number, strike in enumerate(STRIKES):
+        goal = steps * (2 * number + 1) // 10
+        _comes_to(user, "struck", lambda: _trains_at(user, number, goal), f"does not come to step {goal}")
+        if strike == "stopped":
+            cluster.run("scancel", "--signal", "USR2", job)
+        elif strike == "cancelled and resumed":
+            cluster.run("scancel", job)
+        else:
+            user.kills("struck", *((1,) if strike == "one rank killed" else (0, 1)))
+        _comes_to(user, "struck", lambda: len(user.attempts("struck")) > number, f"does not end once it is {strike}")
+    user.waits_until_gone(job)
+    user.types("resume", "struck")
+    _comes_to(user, "struck", lambda: _ended(user, "struck"), "did not end")
+    struck = [(record["end_step"], record["lost_steps"]) for record in user.attempts("struck")]
+    return Day(name, changed_lines(name), proved, steps, struck[:-1], fingerprint(user.run("struck")) == alone)
+
+
+def _comes_to(user: User, name: str, condition: Callable[[], object], failure: str) -> None:
+    user.waits(name, condition, failure)
+
+
+def _ended(user: User, name: str) -> bool:
+    records = user.attempts(name)
+    if records and records[-1]["reason"] in ("failed", "lost") and not records[-1]["requeue"]:
+        raise RuntimeError(f"{user.run(name).path} ended: {records[-1]['error']}")
+    return bool(records) and records[-1]["reason"] == "finished"
+
+
+def _step(run: RunDir) -> int:
+    return max((line["step"] for line in read_lines(run.metrics) if "step" in line), default=0)
+
+
+def _trains_at(user: User, ended: int, goal: int) -> bool:
+    """Whether the attempt after so many that have ended has trained, and has come to this step."""
+    records = user.attempts("struck")
+    if len(records) > ended:
+        raise RuntimeError(f"{user.run('struck').path}: an attempt has ended too early: {records[-1]}")
+    began = records[-1]["end_step"] if records else 0
+    return _step(user.run("struck")) >= max(goal, began + 1)
+
+
+def page(days: Sequence[Day]) -> str:
+    """The page that docs show."""
+    heads = ("port", "lines changed", "`prove`", "steps", *(f"{strike} after step" for strike in STRIKES), "weights")
+    return "\n".join(
+        [
+            "# Scripts of others",
+            "",
+            "Each folder of `examples/ports` has a script with the habits of a well-known one, and its port. Each port",
+            "was proved, and trained on two nodes of a real Slurm, undisturbed and struck. Where all ranks are killed at",
+            "once, the steps since the last save are done again. `make ports` makes this page:",
+            *(f"{line}." for line in machine_lines()[:1]),
+            *(f"{line}, no GPU." for line in machine_lines()[1:]),
+            "",
+            *table([heads, *(day.row() for day in days)]),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    status = main(sys.argv[1:])
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    os._exit(status)
