@@ -22,7 +22,7 @@ from laststep.ranks.disk import Patience
 from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, start_thread
-from laststep.ranks.slurm import SlurmError, requeue_job
+from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, requeue_job
 from laststep.ranks.world import hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
@@ -76,13 +76,15 @@ def ending_by_signal(state: AttemptState) -> Ending:
 
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
-    """Requeue the job whose attempt ended as recorded. `handler` is submitit's own way to requeue, where there is one.
-    Raises SystemExit from within `handler`."""
+    """Requeue the job whose attempt ended as recorded, unless another one follows it (launch.chain). `handler` is
+    submitit's own way to requeue, where there is one. Raises SystemExit from within `handler`."""
     lost = record["lost_steps"] if record is not None else 0
     by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
     by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
     try:
-        if handler is not None:
+        if record is not None and record["requeue"] and CHAIN_VARIABLE in os.environ:
+            say("the next job of the chain continues the run")
+        elif handler is not None:
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:
             if not record["requeue"]:

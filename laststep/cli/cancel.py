@@ -19,7 +19,7 @@ from laststep.ranks.slurm import SlurmError, command, is_job_id
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.runs.run_status import RunStatus, StatusReader, records_of
+from laststep.runs.run_status import RunStatus, StatusReader, jobs_in_queue, records_of
 
 POLL_S = 1.0
 REPEAT_S = 5.0  # a signal is lost if the job's ranks have not started yet
@@ -80,6 +80,7 @@ class _Stop:
         self.run = run
         self._began = time.monotonic()
         self._requested_at = self._reported_at = -REPORT_S
+        self._alone = False  # no job of its chain is left behind it
         self._plainly = False  # cancelled without regard for its ranks
         self._ranks_ended_at: float | None = None
         self._unsignalled_since: float | None = None
@@ -106,6 +107,8 @@ class _Stop:
             )
         if status.state == "unknown":
             raise SlurmError(status.why)
+        if not self._alone:
+            self._end_chain(status.job_id)
         if status.state == "running" or self._may_train(status):
             self._signal(status)
         elif status.state in ("queued", "requeued", "starting", "restarting"):  # every finished step is on disk
@@ -114,6 +117,13 @@ class _Stop:
             self._ranks_ended_at = time.monotonic()
         elif time.monotonic() >= self._ranks_ended_at + STOPPING_S:
             self._scancel(status)
+
+    def _end_chain(self, job_id: str) -> None:
+        """Cancel the jobs that wait behind this one."""
+        in_chain = any("chain" in line for line in read_submissions(self.run.submissions)[-1:])
+        if behind := [job for job in jobs_in_queue(self.run) if job != job_id] if in_chain else []:
+            command("scancel", *behind)
+        self._alone = True
 
     def _may_train(self, status: RunStatus) -> bool:
         """Whether the ranks may train although `status` shows them as starting: in the job of an attempt that has not

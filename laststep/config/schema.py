@@ -290,7 +290,13 @@ class Launch:
         "without an answer",
         least=1,
     )
-    max_timeouts: int = setting(100, "attempts of a job that may end at the time limit", least=0)
+    chain: int = setting(
+        1,
+        "jobs that the run has in the queue, each of which starts once the one before has ended, in place of a "
+        "requeue: where sites forbid that, or cap a job's time below that of the training",
+        least=1,
+    )
+    max_timeouts: int = setting(100, "attempts of a job or chain that may end at the time limit", least=0)
     max_restarts: int = setting(
         3,
         "restarts in the same allocation after a crash, a hang or a loss, before the job is requeued; counted anew "
@@ -299,7 +305,7 @@ class Launch:
     )
     max_failures: int = setting(
         3,
-        "allocations of a job that may end without keeping a new step, before it is no longer requeued",
+        "allocations of a job or chain that may end without keeping a new step, before the run ends",
         least=0,
     )
     exclude_after: int | None = setting(

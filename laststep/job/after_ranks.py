@@ -50,6 +50,7 @@ from laststep.ranks.disk import Patience, look_anew
 from laststep.ranks.launchers import UNDECIDED, detect_world, restarts_in_place
 from laststep.ranks.process import SIGNALLED, STOP_SIGNALS
 from laststep.ranks.slurm import (
+    CHAIN_VARIABLE,
     EXPEDITE,
     REPLACED,
     Job,
@@ -184,6 +185,8 @@ def _requeue_unrecorded(run: RunDir, world: World, launch: Launch | None, error:
     be wrong. `launch` is None if not even the run's configuration can be read on this node."""
     say(f"WARNING: the disk fails after the ranks have ended: {error}")
     known = launch or Launch()
+    if CHAIN_VARIABLE in os.environ:
+        return say("the next job of the chain continues the run, unless a record forbids it")
     if why := _why_not_requeued_unrecorded(run, world, known):
         say(f"not requeued: {why}")
         if launch is not None:
@@ -254,6 +257,9 @@ def _continue(
             _end_as_cancelled(world)
         return Follows.END
     job = _ask_slurm(world)
+    if job is None and CHAIN_VARIABLE in os.environ:
+        say("Slurm does not answer on this node; the next job of the chain continues the run")
+        return Follows.REQUEUE
     if job is None:
         say(f"not requeued: {_no_answer(run)}")
         return Follows.END
@@ -286,6 +292,9 @@ def _continue(
     elif follows is Follows.REQUEUE:
         if why:
             say(f"no restart in this allocation: {why}")
+        if CHAIN_VARIABLE in os.environ:
+            say(f"the attempt ended ({reason}); the next job of the chain continues the run")
+            return follows
         say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
         try:
             _requeue(world)
@@ -432,7 +441,7 @@ def _is_submitted(run: RunDir, world: World) -> bool:
     return JobPaths(run.logs, world.job_id).submitted_pickle.exists()
 
 
-def _trainer_of_job(run: RunDir, world: World) -> Trainer:
+def trainer_of_job(run: RunDir, world: World) -> Trainer:
     """What this job runs: submitit's file has it, with options given to this job only; else the run as configured."""
     pickle = JobPaths(run.logs, world.job_id).submitted_pickle
     run_folders.check_trusted(run, [run.config, run.submissions, run.logs, pickle])
@@ -456,7 +465,7 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
             return status
         if status == REFUSED and not _is_submitted(run, world):
             return status
-        trainer = _trainer_of_job(run, world)
+        trainer = trainer_of_job(run, world)
         launch = trainer.config.launch
         if finish_of(trainer.run, trainer.config):
             _end_for_good(world, trainer.config.launch)

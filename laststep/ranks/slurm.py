@@ -22,6 +22,7 @@ Job = Mapping[str, str]  # the fields of `scontrol show job`
 # tag, which submissions.jsonl records, and which this variable gives to the job's own processes.
 TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
+CHAIN_VARIABLE = "LASTSTEP_CHAIN"  # in a job of a chain, see launch.chain: the tag of the first of its jobs
 # States of a node on which no ranks are to start. "*": it does not respond.
 UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
 # The states of a job that has its nodes and that nobody has ended; Slurm shows a flag in place of RUNNING. SIGNALING

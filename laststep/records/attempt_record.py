@@ -18,6 +18,7 @@ class _Attempt(TypedDict):
 
     attempt: int  # 0 for the first of the run
     job_id: str
+    chain: str | None  # the chain of jobs that this one belongs to, see launch.chain
     restart: int  # how often Slurm had requeued the job
     step_id: int | None  # which start of the ranks within the allocation, see World; None where that is not known
     step_restarts: int  # how often the ranks had been started again within that step
@@ -55,6 +56,7 @@ AttemptRecord = OpenAttempt | EndedAttempt
 
 # Fields that a run of an older version does not have.
 _DEFAULTS: dict[str, Any] = {
+    "chain": None,
     "step_id": None,
     "step_restarts": 0,
     "job_start": None,

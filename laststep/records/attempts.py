@@ -28,7 +28,7 @@ from typing import NamedTuple
 from laststep.config.schema import Launch
 from laststep.ranks.disk import NO_PATIENCE, Patience, look_anew
 from laststep.ranks.fault import Retry
-from laststep.ranks.slurm import job_start
+from laststep.ranks.slurm import CHAIN_VARIABLE, job_start
 from laststep.ranks.world import World
 from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, read_attempts, read_ended_attempts
 from laststep.records.metrics import is_step, read_lines
@@ -53,6 +53,7 @@ def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience
     record: OpenAttempt = {
         "attempt": number,
         "job_id": world.job_id,
+        "chain": os.environ.get(CHAIN_VARIABLE) if world.on_slurm else None,
         "restart": world.restart,
         "step_id": world.step_id,
         "step_restarts": world.step_restarts or 0,
@@ -240,7 +241,9 @@ def ended_attempts(
         for record in read_attempts(file):
             if record["attempt"] not in {other["attempt"] for other in ended}:
                 if not record["reason"]:
-                    lost = _lost_record(run, file, record, kept_step(), record["job_id"] == continued_job)
+                    chain = record["chain"] is not None and record["chain"] == os.environ.get(CHAIN_VARIABLE)
+                    continued = continued_job is not None and (record["job_id"] == continued_job or chain)
+                    lost = _lost_record(run, file, record, kept_step(), continued)
                     record = {**lost, "blamed": list(blamed)}
                 ended.append(record)
     return ended
@@ -252,7 +255,7 @@ def record_abandoned_attempts(
     """Record the end of an attempt that could not record it itself, or not completely.
 
     `kept_step` finds the step of the newest checkpoint; it is called only if that is needed. `continued_job` is the
-    job in which the run continues, if any, and `blamed` the nodes that lost it.
+    job in which the run continues, if any, or one of its chain, and `blamed` the nodes that lost it.
     """
     for record in ended_attempts(run, kept_step, continued_job, blamed):
         _add_record(run, record)

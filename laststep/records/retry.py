@@ -22,8 +22,9 @@ without a place in the queue. Four budgets limit what repeats:
     launch.exclude_after   attempts that blame the node                     one node, one day   the run leaves the node
 
 So the first is spent before the second: however often the ranks fail in one allocation without a new step, that counts
-as one failure. A step that is kept starts max_restarts anew; max_failures and max_timeouts are per job, so `launch.py
-resume`, which submits a new job, starts with full ones. exclude_after ends nothing: it chooses nodes
+as one failure. A step that is kept starts max_restarts anew; max_failures and max_timeouts are per job, or chain of
+jobs (launch.chain), so `launch.py resume`, which submits a new one, starts with full ones. exclude_after ends nothing:
+it chooses nodes
 (laststep/job/nodes.py). Whether the allocation can be kept at all, laststep/attempt/restart.py asks Slurm. Under
 --local there is no queue: what is not restarted ends. There an error of the user's code is not retried either, as the
 user is there to read it.
@@ -89,7 +90,7 @@ def decide(
     last = ended[-1]
     if local and not (last["reason"] in ("hung", "lost") or last["blamed"]):
         return Decision(Next.END, "under --local an error of the run itself is not retried")
-    of_job = [record for record in ended if record["job_id"] == last["job_id"]]
+    of_job = [record for record in ended if record["job_id"] == last["job_id"] or in_one_chain(record, last)]
     if last["reason"] == "preempted":
         return Decision(Next.REQUEUE)
     if last["reason"] == "timeout":
@@ -108,7 +109,7 @@ def decide(
             idle = _idle_allocations(of_job)
             if (decision := _within_budget(idle, "max_failures", launch.max_failures)).what is Next.END:
                 return decision
-        allocation = [record for record in of_job if record["restart"] == last["restart"]]
+        allocation = [record for record in of_job if _allocation(record) == _allocation(last)]
         if _restarts_in_a_row(allocation) < launch.max_restarts:
             return Decision(Next.RESTART)
         if local:
@@ -180,7 +181,17 @@ def _error_again(of_job: Sequence[EndedAttempt]) -> str:
 def _idle_allocations(of_job: Iterable[EndedAttempt]) -> int:
     """In how many allocations of a job an attempt has failed without keeping a new step."""
     failed = (record for record in of_job if record["reason"] in FAILURES or _kept_nothing(record))
-    return len({record["restart"] for record in failed if not _made_progress(record)})
+    return len({_allocation(record) for record in failed if not _made_progress(record)})
+
+
+def _allocation(record: AttemptRecord) -> tuple[str, int]:
+    """Which allocation the attempt had."""
+    return record["job_id"], record["restart"]
+
+
+def in_one_chain(record: AttemptRecord, other: AttemptRecord) -> bool:
+    """Whether the jobs of two attempts follow each other in one chain, see launch.chain."""
+    return record["chain"] is not None and record["chain"] == other["chain"]
 
 
 def _kept_nothing(record: EndedAttempt) -> bool:

@@ -34,6 +34,7 @@ class Submission(TypedDict, total=False):
     version: str  # Laststep's
     job_name: str  # Slurm's name for the job
     tag: str  # in the comment of a job that Laststep submitted: its id may be given to another job one day
+    chain: str  # the tag of the first job of its chain, see launch.chain
     array_index: int  # of the run's job in the array of a sweep
     config: str  # the run's config.yaml as it was then; records of older versions lack it
 

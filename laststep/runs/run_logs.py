@@ -27,9 +27,10 @@ from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, rank_in, read_ended_attempts, reason_in, users_line_in
 from laststep.records.metrics import newest_step
 from laststep.records.plan import read_plan
+from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs.run_folders import short, typed
-from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, still_prints
+from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, records_of, still_prints
 from laststep.say import command, note
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class LiveLog:
         if self._bar:
             self._bar.start()
         return self
+
+    def turn_to(self, log: Path) -> None:
+        """From now on this log: the run continues in another job, see launch.chain."""
+        if log != self._log:
+            self.update()
+            self._log, self._offset = log, 0
 
     def take_error(self) -> str:
         """The lines of that error; empty where there is none."""
@@ -195,12 +202,17 @@ def follow(run: RunDir, job: SlurmJob[dict[str, float]]) -> int:
     """Stay until the run ends; returns the exit status. Ctrl-C leaves the job alone."""
     reader = StatusReader()
     waiting = WaitReport(lambda text: note(f"[laststep] {text}"))
+    chains = {line["job_id"]: line.get("chain") for line in read_submissions(run.submissions)}
+    chain = chains.get(job.job_id)
     try:
         with LiveLog(run, job.paths.stdout) as log:
             while True:
                 # Status before log: once the run has ended, this update prints its last lines.
                 (status,) = reader.read([run])
                 ended = not status.alive and not still_prints(run)
+                for record in records_of(run)[-1:]:
+                    if chain is not None and record["chain"] == chain:
+                        log.turn_to(run.logs / f"{record['job_id']}_0_log.out")
                 log.update()
                 if ended:
                     error = log.take_error() if status.state in ("failed", "lost") else ""
@@ -226,8 +238,12 @@ def print_cause(run: RunDir, local: bool = False, in_log: str = "") -> None:
     that is, and what to type next. Above them are the logs, in which other ranks complain of the one that failed.
     `local`: the run is to continue on this machine. `in_log`: the error as `LiveLog` has held it back."""
     jobs = jobs_of(run)
-    # Of another job, its ranks ended before they began.
-    ended = [record for record in read_ended_attempts(run.attempts)[-1:] if record["job_id"] == jobs[-1]]
+    # Of another job, its ranks ended before they began; but a chain has jobs that have not.
+    ended = [
+        record
+        for record in read_ended_attempts(run.attempts)[-1:]
+        if record["job_id"] == jobs[-1] or record["chain"] is not None
+    ]
     error = ended[0]["error"] if ended else None
     reason = reason_in(error)
     before, found, after = in_log.rpartition(f"\n{reason}\n")

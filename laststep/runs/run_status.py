@@ -244,11 +244,16 @@ class _RunJob(NamedTuple):
 def _find_job(
     run: RunDir, queue: Queue, submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord]
 ) -> _RunJob:
-    """The newest job of the run that is in the queue, else the newest of all."""
-    for job_id, owner in reversed(owners(run, queue, submissions, records).items()):
-        if owner is not Owner.ANOTHER:
-            return _RunJob(job_id, (queue.jobs or {})[job_id], owner is Owner.UNCLEAR)
-    known = [line["job_id"] for line in (*records, *submissions)]
+    """The newest job of the run that is in the queue, else the newest of all. Of a chain: the first that is there, else
+    the one that trained last."""
+    chain = submissions[-1].get("chain") if submissions else None
+    of_chain = {line["job_id"] for line in submissions if chain and line.get("chain") == chain}
+    owned = owners(run, queue, submissions, records)
+    if found := [job_id for job_id, owner in owned.items() if owner is not Owner.ANOTHER]:
+        job_id = next((job_id for job_id in found if job_id in of_chain), found[-1])
+        return _RunJob(job_id, (queue.jobs or {})[job_id], owned[job_id] is Owner.UNCLEAR)
+    trained = [record["job_id"] for record in records if record["job_id"] in of_chain]
+    known = trained or [line["job_id"] for line in (*records, *submissions)]
     return _RunJob(known[-1] if known else None, None, unclear=False)
 
 

@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
@@ -34,7 +35,7 @@ from laststep.config.schema import Launch
 from laststep.job import nodes
 from laststep.ranks.launchers import BATCH_HOST, RESTARTS, UNDECIDED, WORKING_FOLDER
 from laststep.ranks.process import kill_children
-from laststep.ranks.slurm import TAG_VARIABLE, UNENDED, SlurmError
+from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE, UNENDED, SlurmError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.queue import id_of_tag
@@ -58,13 +59,29 @@ class SbatchExecutor(SlurmExecutor):
         return compat.sbatch_script(self)
 
 
-def run_executor(config: Config, run: RunDir, tag: str = "") -> SbatchExecutor:
+NOTHING_TO_DO = 3  # exit status of laststep.submission.chain
+
+
+class Link(NamedTuple):
+    """A job's place in a chain, see launch.chain: the tag of the first of its jobs, and the one that it waits for."""
+
+    chain: str
+    after: str | None = None
+
+
+def run_executor(config: Config, run: RunDir, tag: str = "", link: Link | None = None) -> SbatchExecutor:
     """The executor for the ranks of a run. `tag` is for the job's comment, by which the run knows its job."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
-    srun_args, options = ["--kill-on-bad-exit=1"], {"requeue": True}
+    srun_args = ["--kill-on-bad-exit=1"]
+    options: dict[str, Any] = {"requeue": True}
     if config.launch.chooses_nodes:
         options["no-kill"] = True  # a node that dies does not end the job
     first, last = after_ranks(run, config.launch), start_again(run, config.launch)
+    if link is not None:
+        first = [*first, *_in_chain(run, link.chain)]
+    if link is not None and link.after is not None:  # what the user had the first job wait for is over then
+        slurm = {**config.launch.slurm, "dependency": f"afterany:{link.after}"}
+        config = replace(config, launch=replace(config.launch, slurm=slurm))
     executor = job_executor(config, run, first=first, last=last, srun_args=srun_args, options=options, tag=tag)
     executor.python += " -u -m laststep.job.supervisor"  # which starts the rank
     if exclude := nodes.excluded_at_submission(run, config.launch):
@@ -164,11 +181,27 @@ def after_ranks(run: RunDir, launch: Launch) -> list[str]:
         "    status=$?",
         "    trap - DEBUG",
         "    export LASTSTEP_SIGNALLED=1  # too late for a restart",
-        "    [ $status = 0 ] || after_ranks $status",
+        '    [ $status = 0 ] || [ -n "${asked-}" ] || after_ranks $status',
+        "    in_chain ends || :",
         "}",
+        "in_chain() { :; }",
         "trap at_exit EXIT",
         "trap 'export LASTSTEP_SIGNALLED=1' TERM USR1 USR2",
         "trusted || { trap - EXIT; exit 2; }",
+    ]
+
+
+def _in_chain(run: RunDir, chain: str) -> list[str]:
+    """Lines of a job of a chain. As it begins, it submits those that are missing behind it, or finds that the run has
+    ended: then it leaves at once. As it ends, it cancels them if the run has ended."""
+    python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
+    return [
+        f"export {CHAIN_VARIABLE}={chain}",
+        "in_chain() {",
+        f"    (trap '' TERM USR1 USR2; cd {copy} || :; exec timeout -s KILL 300 {python} -m laststep.submission.chain"
+        f" {folder} $1)",
+        "}",
+        f"in_chain begins || [ $? != {NOTHING_TO_DO} ] || {{ trap - EXIT; exit 0; }}",
     ]
 
 
@@ -184,6 +217,7 @@ def _requeue_unrecorded(launch: Launch) -> list[str]:
 
 _REQUEUE_UNRECORDED = r"""# For a node on which not even Python starts: requeue the job, unless Slurm has ended it.
 requeue_unrecorded() {
+    [ -z "${LASTSTEP_CHAIN-}" ] || return 0  # the next job of the chain continues the run
     shown=$(scontrol show job $SLURM_JOB_ID --all) || return 0
     [[ $shown =~ JobState=$unended[[:space:]] ]] || return 0
     [[ $shown != *laststep:* || $shown == *"${LASTSTEP_JOB_TAG-}"* ]] || return 0  # another job has the id now
@@ -206,7 +240,7 @@ requeue_unrecorded() {
     left=$((BASH_REMATCH[1] - $(scontrol show hostnames "$bad" | wc -l)))
     ((left <= needs)) || scontrol update JobId=$SLURM_JOB_ID ExcNodeList=${bad:+$bad,}$SLURMD_NODENAME
 }
-""".replace("LASTSTEP_JOB_TAG", TAG_VARIABLE)
+""".replace("LASTSTEP_JOB_TAG", TAG_VARIABLE).replace("LASTSTEP_CHAIN", CHAIN_VARIABLE)
 
 
 def start_again(run: RunDir, launch: Launch) -> list[str]:
@@ -239,7 +273,7 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         '    [ -z "${LASTSTEP_SIGNALLED-}" ] || exit 143  # the job ended during its setup; at_exit says what follows',
         f"    export {RESTARTS}=0",
         '    until start_ranks "$@"; do',
-        "        after_ranks $status || { trap - EXIT; exit $status; }",
+        "        after_ranks $status || { asked=1; exit $status; }",
         '        [ -z "${LASTSTEP_SIGNALLED-}" ] || exit $status  # a signal came meanwhile: a requeue instead',
         f"        {RESTARTS}=$(({RESTARTS} + 1)) share='{SHARE}'",
         "    done",
@@ -317,6 +351,7 @@ LAUNCHER_VARIABLES = (
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
     *(script.FILE, script.FOLDER, "LASTSTEP_ATTEMPT", "LASTSTEP_RESUMES"),
     *("LASTSTEP_RESTARTS", "LASTSTEP_STEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_", "LASTSTEP_BATCH_HOST"),
+    CHAIN_VARIABLE,
 )
 # Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")

@@ -116,25 +116,61 @@ class ReadyRun(NamedTuple):
 def hand_over(
     folder: RunDir, config: Config, runs: Sequence[ReadyRun], parallel: int | None = None
 ) -> list[SlurmJob[dict[str, float]]]:
-    """Steps 5 to 7: submit one job per run; several as one array, at most `parallel` at a time.
+    """Steps 5 to 7: submit one job per run; several as one array, at most `parallel` at a time. With launch.chain each
+    run gets that many jobs, which follow each other; returns the first of each.
 
     `folder` holds their code and their logs: the run's own, or the sweep's. The first submission copies the code; later
     ones use the same copy. `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the
     jobs, or another command is first; Unanswered when nobody knows whether Slurm has them.
     """
+    if config.launch.chain == 1:
+        return _submit(folder, config, runs, parallel)
+    if parallel is not None:
+        raise ConfigError(f"--parallel {parallel}: limits the jobs of one array, and launch.chain makes several")
+    jobs = []
+    for one in runs:
+        link = sbatch.Link(new_tag())
+        jobs += _submit(folder, config, [one], link=link)
+        lengthen(folder, config, one, link._replace(after=jobs[-1].job_id), config.launch.chain - 1)
+    return jobs
+
+
+def lengthen(folder: RunDir, config: Config, one: ReadyRun, link: sbatch.Link, more: int) -> int:
+    """Submit this many more jobs of a run's chain, the first of them after `link.after`; returns how many Slurm has
+    taken. That it refuses one is said: the run has the jobs before it, which try again as they begin."""
+    for number in range(more):
+        known = len(read_submissions(one.run.submissions))
+        try:
+            (job,) = _submit(folder, config, [one._replace(known=known)], link=link)
+        except (ConfigError, OSError) as error:
+            note(f"[laststep] WARNING: {counted(more - number, 'job')} of the chain not submitted: {error}")
+            return number
+        link = link._replace(after=job.job_id)
+    return more
+
+
+def _submit(
+    folder: RunDir,
+    config: Config,
+    runs: Sequence[ReadyRun],
+    parallel: int | None = None,
+    link: sbatch.Link | None = None,
+) -> list[SlurmJob[dict[str, float]]]:
+    """One call of sbatch, see `hand_over`."""
     with sbatch.ended_by_signals():
         is_new = not folder.code.exists()
         if is_new:
             code_copy.copy_code(folder, config)
         tag = new_tag()
-        executor = sbatch.run_executor(config, folder, tag)
+        executor = sbatch.run_executor(config, folder, tag, link)
         executor.update_parameters(array_parallelism=parallel or len(runs))
         shared: dict[str, Any] = {"commit": code_copy.origin_of(folder, config).commit, "job_name": folder.name}
         shared["code"] = "new" if is_new else "same"
         intents: list[Submission] = []
         try:
             for index, one in enumerate(runs):
-                more = {"array_index": index} if len(runs) > 1 else {}
+                more: dict[str, Any] = {"array_index": index} if len(runs) > 1 else {}
+                more |= {"chain": link.chain} if link else {}
                 intents.append(unanswered.announce(one.run, tag, one.known, **shared, **more))
             jobs = sbatch.submit_trainers(executor, [Trainer(one.config) for one in runs], tag)
         except sbatch.NoAnswer as error:
@@ -205,7 +241,8 @@ def show(config: Config, source: str | None = None, here: bool = False) -> int:
 def show_script(config: Config) -> int:
     """Print the sbatch script; returns the exit status."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
-    print(f"# sbatch script\n{sbatch.run_executor(config, run).script()}")
+    link = sbatch.Link(new_tag()) if config.launch.chain > 1 else None
+    print(f"# sbatch script\n{sbatch.run_executor(config, run, link=link).script()}")
     return 0
 
 
@@ -238,11 +275,14 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
         return status
     from laststep.runs.run_status import StatusReader, may_never_start
 
+    before = len(read_submissions(run.submissions))
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
     note(what, sys.stdout, indent=7)
     print(f"run    {run.name}")
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
-    print(f"job    {job.job_id}: {counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}")
+    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
+    behind = len(read_submissions(run.submissions)) - before - 1
+    print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
     print(f"folder {short(run.path)}")
     print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
     name = typed(run)

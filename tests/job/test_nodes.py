@@ -87,7 +87,10 @@ def test_asked_to_stop() -> None:
     """Only the signals that ask for a stop count: a rank that ends with an error, or is killed, has failed."""
     log = "srun: error: n2: tasks 0-3: User defined signal 2\n"
     assert nodes.asked_to_stop(log) is signal.SIGUSR2
-    assert nodes.asked_to_stop("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n") is None
+    assert (
+        nodes.asked_to_stop("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n")
+        is None
+    )
 
 
 @pytest.fixture

@@ -108,10 +108,10 @@ def test_resume_refuses(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
 def test_after_the_ranks_nothing_is_unpickled(run: RunDir) -> None:
     """A user's own batch script ends with after_ranks, without the lines of Laststep's."""
     world = a_world(launcher="submitit-slurm")
-    assert after_ranks._trainer_of_job(run, world).run.path == run.path
+    assert after_ranks.trainer_of_job(run, world).run.path == run.path
     JobPaths(run.logs, "7").submitted_pickle.chmod(0o666)
     with pytest.raises(ConfigError, match=r"7_submitted\.pkl: others may write it"):
-        after_ranks._trainer_of_job(run, world)
+        after_ranks.trainer_of_job(run, world)
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o077])

@@ -1,5 +1,6 @@
-"""The ports of examples/ports on a real Slurm, each struck by all that a day has: `python -m tests.slurm.ports [NAME...]`
-writes docs/ports.md.
+"""The ports of examples/ports on a real Slurm, each struck by all that a day has.
+
+`python -m tests.slurm.ports [NAME...]` writes docs/ports.md.
 
 Each runs twice on two nodes: once undisturbed, once stopped by a signal, with one rank killed, with all ranks killed,
 cancelled, and resumed. Weights and metrics must be the same.
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,14 +110,14 @@ def a_day(cluster: Cluster, folder: Path, name: str, python: str) -> Day:
     job = user.job_of("struck")
     for number, strike in enumerate(STRIKES):
         goal = steps * (2 * number + 1) // 10
-        _comes_to(user, "struck", lambda: _trains_at(user, number, goal), f"does not come to step {goal}")
+        _comes_to(user, "struck", partial(_trains_at, user, number, goal), f"does not come to step {goal}")
         if strike == "stopped":
             cluster.run("scancel", "--signal", "USR2", job)
         elif strike == "cancelled and resumed":
             cluster.run("scancel", job)
         else:
             user.kills("struck", *((1,) if strike == "one rank killed" else (0, 1)))
-        _comes_to(user, "struck", lambda: len(user.attempts("struck")) > number, f"does not end once it is {strike}")
+        _comes_to(user, "struck", partial(_has_ended, user, number), f"does not end once it is {strike}")
     user.waits_until_gone(job)
     user.types("resume", "struck")
     _comes_to(user, "struck", lambda: _ended(user, "struck"), "did not end")
@@ -132,6 +134,10 @@ def _ended(user: User, name: str) -> bool:
     if records and records[-1]["reason"] in ("failed", "lost") and not records[-1]["requeue"]:
         raise RuntimeError(f"{user.run(name).path} ended: {records[-1]['error']}")
     return bool(records) and records[-1]["reason"] == "finished"
+
+
+def _has_ended(user: User, before: int) -> bool:
+    return len(user.attempts("struck")) > before
 
 
 def _step(run: RunDir) -> int:
@@ -155,8 +161,8 @@ def page(days: Sequence[Day]) -> str:
             "# Scripts of others",
             "",
             "Each folder of `examples/ports` has a script with the habits of a well-known one, and its port. Each port",
-            "was proved, and trained on two nodes of a real Slurm, undisturbed and struck. Where all ranks are killed at",
-            "once, the steps since the last save are done again. `make ports` makes this page:",
+            "was proved, and trained on two nodes of a real Slurm, undisturbed and struck. Where all ranks are killed",
+            "at once, the steps since the last save are done again. `make ports` makes this page:",
             *(f"{line}." for line in machine_lines()[:1]),
             *(f"{line}, no GPU." for line in machine_lines()[1:]),
             "",

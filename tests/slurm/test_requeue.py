@@ -112,9 +112,8 @@ def test_signalled_before_python_runs(user: User, tmp_path: Path) -> None:
     """Slurm may send its warning while the ranks are being started, and it ends a program that does not expect it. That
     is a stop like any other, not a failure: a run whose budget of timeouts was used up began again all the same."""
     slow = tmp_path / "slow"
-    slow.write_text(
-        f'#!/bin/sh\n[ -e {tmp_path}/$SLURM_PROCID ] || {{ touch {tmp_path}/$SLURM_PROCID; exec sleep 600; }}\nexec "$@"\n'
-    )
+    waits = f"[ -e {tmp_path}/$SLURM_PROCID ] || {{ touch {tmp_path}/$SLURM_PROCID; exec sleep 600; }}"
+    slow.write_text(f'#!/bin/sh\n{waits}\nexec "$@"\n')
     slow.chmod(0o755)
     words = ("--name", "early", SHORT, f"launch.python={slow} {user.python}", "launch.max_failures=0")
     following = user.begins(*TWO_RANKS, *words, "--follow")

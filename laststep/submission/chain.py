@@ -1,0 +1,105 @@
+"""What a job of a chain (launch.chain) sees to: that others follow while the run goes on, and none once it has ended.
+
+`python -m laststep.submission.chain FOLDER begins` is the first that the batch shell of such a job runs, `... ends` the
+last. FOLDER is the folder of the run, or of a sweep, of which this job trains one run. The exit status of `begins` is 3
+where nothing is left to do: the job leaves before it imports torch.
+
+Each job of a chain waits for the one before to end, in whichever way. So the end of a job needs nobody who acts: not a
+rank, nor a shell, nor `scontrol requeue`, which some sites forbid. What the ranks and the shell decide about the end of
+an attempt stays as it is (laststep/attempt/restart.py); where it is a requeue, they leave it to the next job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from laststep.job.after_ranks import trainer_of_job
+from laststep.ranks.launchers import detect_world
+from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, command
+from laststep.records.attempt_record import read_attempts
+from laststep.records.submissions import read_submissions
+from laststep.rundir import RunDir
+from laststep.runs.queue import Queue
+from laststep.runs.run_folders import typed
+from laststep.say import command as our_command
+from laststep.say import counted, say
+from laststep.submission.sbatch import NOTHING_TO_DO, Link
+from laststep.submission.submission import ReadyRun, lengthen
+from laststep.trainer import Trainer
+
+
+def begins(folder: RunDir) -> bool:
+    """Whether this job has anything to do. If so, it gets as many successors as launch.chain says."""
+    job_id, trainer = _this_job(folder)
+    run, chain = trainer.run, os.environ[CHAIN_VARIABLE]
+    if why := _why_over(run, chain):
+        say(f"the run has ended ({why}), so this job of its chain leaves")
+        _cancel(_waiting(run, chain, job_id))
+        return False
+    waiting = _waiting(run, chain, job_id)
+    if waiting is None:
+        say("Slurm does not answer: the chain is as long as it was")
+        return True
+    missing = trainer.config.launch.chain - 1 - len(waiting)
+    if missing > 0:
+        link = Link(chain, after=waiting[-1] if waiting else job_id)
+        added = lengthen(folder, trainer.config, ReadyRun(run, trainer.config), link, missing)
+        if added < missing:
+            say(f"{counted(len(waiting) + added, 'job')} of the chain left")
+    return True
+
+
+def ends(folder: RunDir) -> None:
+    """This job ends: what is left of its chain is cancelled if the run has ended, too."""
+    job_id, trainer = _this_job(folder)
+    run, chain = trainer.run, os.environ[CHAIN_VARIABLE]
+    waiting = _waiting(run, chain, job_id)
+    if _why_over(run, chain):
+        _cancel(waiting)
+    elif waiting is not None and not waiting:
+        resume = our_command(f"resume {typed(run)}")
+        say(f"no job of the chain is left (launch.chain={trainer.config.launch.chain}); `{resume}` continues the run")
+
+
+def _this_job(folder: RunDir) -> tuple[str, Trainer]:
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"
+    world = detect_world()
+    return world.job_id, trainer_of_job(folder, world)
+
+
+def _why_over(run: RunDir, chain: str) -> str:
+    """The reason for which the last attempt has ended, if nothing follows it; else empty."""
+    if run.attempt_now.exists() or run.attempt_ended.exists():
+        return ""
+    last = next(reversed(read_attempts(run.attempts)), None)
+    if last is None or not last["reason"] or last["requeue"] or last["chain"] != chain:
+        return ""
+    return last["reason"]
+
+
+def _waiting(run: RunDir, chain: str, job_id: str) -> list[str] | None:
+    """The jobs of the chain that wait in the queue, in their order; None if Slurm does not answer."""
+    jobs = Queue.ask([run]).jobs
+    if jobs is None:
+        return None
+    of_chain = [line for line in read_submissions(run.submissions) if line.get("chain") == chain]
+    found = [line["job_id"] for line in of_chain if (job := jobs.get(line["job_id"])) and job.tag == line.get("tag")]
+    return [other for other in found if other != job_id and jobs[other].state == "PENDING"]
+
+
+def _cancel(jobs: list[str] | None) -> None:
+    """Cancel the rest of the chain. Where that fails, each finds as it begins that it has nothing to do."""
+    if not jobs:
+        return
+    try:
+        command("scancel", *jobs)
+    except SlurmError as error:
+        return say(f"{counted(len(jobs), 'job')} of the chain not cancelled: {error}")
+    say(f"cancelled the rest of the chain: {', '.join(jobs)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "begins":
+        sys.exit(0 if begins(RunDir(sys.argv[1])) else NOTHING_TO_DO)
+    ends(RunDir(sys.argv[1]))
