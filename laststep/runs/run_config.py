@@ -40,6 +40,7 @@ LATER_KEYS = (
     *("args", "checkpoint.best_by", "train.rehearsal", "train.shares"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
+    "launch.chain",
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
     *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs", "train.sanity", "script"),
     *("train.overfit_batches", "train.find_unused_parameters"),

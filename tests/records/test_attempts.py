@@ -54,7 +54,7 @@ def test_one_line_per_attempt(tmp_path: Path) -> None:
         (1, 10, 20, "finished", False),
     ]
     assert set(records[0]) == {
-        "step_id", "step_restarts", "job_start", "save_s", "blamed",
+        "step_id", "step_restarts", "job_start", "save_s", "blamed", "chain",
         "attempt", "job_id", "restart", "hosts", "world_size", "start", "end", "start_step", "end_step", "reason",
         "lost_steps", "lost_s", "step_s", "requeue", "error",
     }  # fmt: skip
@@ -197,12 +197,13 @@ def test_a_damaged_record_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 def ends(*reasons: str) -> list[EndedAttempt]:
     """Records of one job. "failed" kept no step, "failed+3" kept 3, "idle" failed before it did one; "unsaved" had no
-    time for its last save before the time limit, "timeout" had; "8:" before it is another job. Each is in an allocation
-    of its own, unless "here " before it puts it into that of the one before."""
+    time for its last save before the time limit, "timeout" had; "8:" before it is another job, "c/8:" one of chain c.
+    Each is in an allocation of its own, unless "here " before it puts it into that of the one before."""
     records: list[Any] = []
     restart = 0
     for word in reasons:
         job, _, reason = word.removeprefix("here ").rpartition(":")
+        chain, _, job = job.rpartition("/")
         reason, _, kept = reason.partition("+")
         restart += not word.startswith("here ")
         steps = {"start_step": 10, "end_step": 14 + int(kept or 0), "lost_steps": 4}
@@ -212,7 +213,15 @@ def ends(*reasons: str) -> list[EndedAttempt]:
             steps["lost_steps"] = 0
         reason = reason.replace("unsaved", "timeout")
         records.append(
-            {"job_id": job or "7", "restart": restart, "reason": reason, "requeue": False, "blamed": [], **steps}
+            {
+                "job_id": job or "7",
+                "restart": restart,
+                "reason": reason,
+                "requeue": False,
+                "blamed": [],
+                "chain": chain or None,
+                **steps,
+            }
         )
     return records
 
@@ -234,6 +243,9 @@ NEVER_FITS = (
         (ends("timeout", "timeout"), TIMEOUTS_USED_UP),
         (ends("timeout", "preempted"), ""),
         (ends("8:timeout", "8:timeout", "7:timeout"), ""),
+        (ends("c/8:timeout", "c/9:timeout"), TIMEOUTS_USED_UP),
+        (ends("c/8:failed", "c/9:failed"), FAILURES_USED_UP),
+        (ends("c/8:failed", "d/9:failed"), ""),  # resumed
         (ends("unsaved"), ""),
         (ends("unsaved", "unsaved"), NEVER_FITS),
         (ends("unsaved+1", "unsaved+1", "unsaved"), TIMEOUTS_USED_UP),
