@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from laststep.records.metrics import read_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
-from tests.slurm.processes import parent, processes
 from tests.slurm.test_requeue import SHORT, TWO_RANKS, WAITS, undisturbed
 from tests.slurm.user import User
-from tests.support.forked import process_of
 from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
 
@@ -134,60 +128,3 @@ def test_budget(user: User) -> None:
     first, second = chain_of(user, "fails")[:2]
     assert ends(user, "fails") == [("failed", first, 0), ("failed", second, 0)]
     waits_for_empty_queue(user, "fails")
-
-
-def kills_rank_1(job: str, user: User) -> None:
-    """Send SIGKILL to rank 1 of a job, which its supervisor has started."""
-    of_job = {
-        pid: environ["SLURM_PROCID"]
-        for pid, command, environ in processes()
-        if "submitit.core._submit" in command and command[0] != "srun" and environ["SLURM_JOB_ID"] == job
-    }
-    supervisors = {parent(pid) for pid in of_job}
-    (rank,) = (pid for pid, rank in of_job.items() if rank == "1" and pid not in supervisors)
-    os.kill(process_of(rank, user.python), signal.SIGKILL)
-
-
-def test_a_minute_each(fragile: User) -> None:
-    """A training of many minutes where a job may have one, and no requeue: four runs at once, one of which loses a rank
-    and one a node, and all are preempted. No step is lost but the node's, and each ends with its own weights."""
-    user, names = fragile, [f"minutes-seed_{seed}" for seed in range(4)]
-    calls = refuses(user, "scontrol", "requeue")
-    words = [word for word in UNHURRIED if not word.startswith(("task=", "train.max_steps="))]
-    limits = ("--time", "1", "launch.signal_delay_s=20", "launch.chain=3", "launch.slurm.requeue=null")
-    size = ("--nodes", "1", "--tasks-per-node", "2")
-    long = (*words, "train.max_steps=3600")
-    user.types("sweep", "--name", "minutes", *size, *limits, UNHURRIED[0], *long, "seed=0..3")
-
-    def comes_to(name: str, attempts: int) -> None:
-        """Wait until this many attempts of the run have ended, and the next one trains."""
-        began = lambda: len(user.attempts(name)) >= attempts and trains(name)  # noqa: E731
-        user.cluster.wait_for(began, 300, f"{name} does not come to its attempt {attempts}")
-
-    def job_of(name: str) -> str:
-        (status,) = json.loads(user.types("status", name, "--json"))
-        return str(status["job_id"])
-
-    def trains(name: str) -> bool:
-        last = user.attempts(name)[-1:]
-        lines = read_lines(user.run(name).metrics)
-        return bool(lines) and (not last or lines[-1].get("step", 0) > last[0]["end_step"])
-
-    comes_to(names[1], 1)
-    kills_rank_1(job_of(names[1]), user)
-    comes_to(names[2], 2)
-    node = user.cluster.run("squeue", "-h", "-j", job_of(names[2]), "-o", "%N").strip()
-    user.kills_node(node)
-    comes_to(names[0], 3)
-    user.cluster.start_daemon(f"slurmd.{node}")
-    user.cluster.run("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    for name in names:
-        finished = lambda name=name: user.attempts(name) and user.attempts(name)[-1]["reason"] == "finished"  # noqa: E731
-        user.cluster.wait_for(finished, 900, f"{name} does not finish")
-    for seed, name in enumerate(names):
-        waits_for_empty_queue(user, name)
-        lost = [end["lost_steps"] for end in user.attempts(name)]
-        assert not any(lost) or name == names[2], f"{name}: {ends(user, name)}"
-        assert len({job for _, job, _ in ends(user, name)}) >= 4
-        assert fingerprint(user.run(name)) == undisturbed(2, *long, f"seed={seed}")
-    assert "requeue" not in calls.read_text()
