@@ -20,7 +20,7 @@ from laststep.records.metrics import read_lines
 from tests.support import framework_loops
 from tests.support.needs import require_package
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.runs import undisturbed_run
+from tests.support.runs import undisturbed_run, without_a_long_wait
 
 STOPPED, KILLED = 128 + signal.SIGTERM, -signal.SIGKILL
 
@@ -111,6 +111,24 @@ def test_sharded(root: Path, task: str, package: str) -> None:
     run = train(disturbed)
     assert fingerprint(run) == undisturbed_run(config(root, "unused", task))
     assert [record["start_step"] for record in read_lines(run.attempts)] == [0, 2, 5]
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["alone", "copied"])
+@pytest.mark.parametrize(("task", "package"), SHARDED)
+def test_a_shard_is_lost(root: Path, task: str, package: str, copied: bool) -> None:
+    """A rank dies in the fourth step, and nobody else has its shard: the run is back at its newest checkpoint. With a
+    copy in the memory of another node no step is lost."""
+    require_package(package)
+    copies = ("checkpoint.replicas=1", "launch.nodes=2", "launch.tasks_per_node=1") if copied else ()
+    disturbed = config(root, f"{task}-{copied}", task, "checkpoint.every_steps=2", *copies)
+    nodes = 2 if copied else 1
+    attempt = Attempt(disturbed, {"LASTSTEP_TEST_SIGNAL": "SIGKILL step 7 rank 1"}, nodes, without_a_long_wait)
+    assert attempt.wait() == [1, KILLED], attempt.output()
+    attempt = Attempt(disturbed, nodes=nodes)
+    assert attempt.wait() == [0, 0], attempt.output()
+    assert fingerprint(attempt.run) == undisturbed_run(config(root, "unused", task))
+    killed, resumed = read_lines(attempt.run.attempts)
+    assert (killed["end_step"], killed["lost_steps"], resumed["start_step"]) == ((3, 0, 3) if copied else (3, 1, 2))
 
 
 def test_adapters_alone(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

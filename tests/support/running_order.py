@@ -136,6 +136,12 @@ LONG: dict[str, list[str]] = {
     "attempt/test_silence.py::test_stopped": ["SIGTERM validation 2 rank 0"],
     "checkpoint/test_store.py::test_manifest_bit_flips": ["1", "2", "3"],
     "faults/test_faults.py::test_runs_come_back_from_faults": ["8"],
+    "frameworks/test_frameworks.py::test_a_shard_is_lost": [
+        "lightning_sharded-lightning-alone",
+        "transformers_sharded-transformers-alone",
+        "accelerate_sharded-accelerate-copied",
+        "lightning_sharded-lightning-copied",
+    ],
     "frameworks/test_frameworks.py::test_resumes_exactly": ["ddp-torch-3-step 2"],
     "gpu/test_parts.py::test_a_checkpoint_is_loaded_straight_into_the_device": ["cpu"],
     "gpu/test_parts.py::test_a_save_is_of_its_moment": ["cpu"],
