@@ -177,6 +177,7 @@ LONG: dict[str, list[str]] = {
     "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
     "loops/test_sharding.py::test_compiled": [],
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
+    "proof/test_prove.py::test_accumulation_is_exact": [],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_every_port_is_exact": [
         "fabric-lightning-5-1 stop, 1 killed rank",
