@@ -60,6 +60,7 @@ class Weights:
     averaged: bool  # whether these are the moving average of train.ema_decay
     metrics: dict[str, float]  # of the run's validation of these weights; empty if it did not validate them
     task: Any = None  # the Task's own state, if it has one
+    adapters: bool = False  # whether these are adapters alone, without the weights that they adapt
 
 
 def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool = False) -> Weights:
@@ -179,8 +180,8 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
                 f"{store.path(step) / OPAQUE}: the weights are in the format of the framework that run.checkpoint(...) "
                 "called; export them with that"
             )
-        has_average, tensors, task = load(
-            store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw), of_task(s))
+        has_average, tensors, task, adapters = load(
+            store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw), of_task(s), has_base(s))
         )
     if not tensors:
         raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")
@@ -188,7 +189,7 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
     # A run that has an average validates that.
     measured = {} if has_average and raw else manifest.metrics
     metrics = {name: value for name, value in measured.items() if name.startswith(VALIDATED)}
-    return Weights(plain, manifest, has_average and not raw, metrics, task)
+    return Weights(plain, manifest, has_average and not raw, metrics, task, adapters)
 
 
 def _refuse_choice(source: Path, step: int | None, best: bool) -> None:
@@ -197,6 +198,9 @@ def _refuse_choice(source: Path, step: int | None, best: bool) -> None:
 
 
 READY_MADE = {"model", "average", "optimizer", "scaler"}  # what the ready-made loop saves, see Learner.state_dict
+# What laststep/frameworks/transformers.py registers, beside the models: the trained one, and perhaps a best and a
+# reference model. The second stands for the frozen weights under adapters.
+TRANSFORMERS, BASE = "transformers", "base"
 AVERAGE_COUNT = "n_averaged"  # the one tensor in an AveragedModel's state_dict that belongs to no model
 
 
@@ -218,14 +222,24 @@ def plain_weights(state: Mapping[str, Any], raw: bool = False) -> dict[str, Tens
 
     The ready-made loop averages the weights where train.ema_decay is set: then the average, or with `raw` the weights
     themselves. Of a custom training loop: the module that it has registered, or, of several, all of them, each name
-    after the module's. Empty when it has registered none.
+    after the module's. Empty when it has registered none. Of a model with adapters: these, by the names that PEFT
+    gives them in a file.
     """
     if state.keys() >= READY_MADE:
         return _plain(state["average"] if is_averaged(state) and not raw else state["model"])
+    if TRANSFORMERS in state and "model" in state:
+        tensors = _plain(state["model"])
+        names: dict[str, str] = json.loads(state[BASE]["exported"]) if has_base(state) else {}
+        return {new: tensors[plain_name(old)] for old, new in names.items()} or tensors
     modules = {name: _plain(part) for name, part in state.items() if _is_of_a_module(part)}
     if len(modules) == 1:
         return modules.popitem()[1]
     return {f"{name}.{key}": tensor for name, weights in modules.items() for key, tensor in weights.items()}
+
+
+def has_base(state: Mapping[str, Any]) -> bool:
+    """Whether the model has adapters, and only these are in the checkpoint."""
+    return TRANSFORMERS in state and BASE in state
 
 
 def of_task(state: Mapping[str, Any]) -> Any:

@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{out if is_folder else files[0]}: {folder.name}, step {manifest.step}, epoch {manifest.epoch}{averaged}")
     if weights.metrics:
         print(f"  {', '.join(f'{name} {value:.4f}' for name, value in weights.metrics.items())}")
+    if weights.adapters:
+        print("  adapters alone: load them by peft's set_peft_model_state_dict into the base model that was trained")
     print(f"  {parameters} in {counted(len(weights.tensors), 'tensor')}, {_size(files)}")
     return 0
 

@@ -25,6 +25,8 @@ from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.frameworks import unusable
 from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation
+from laststep.loops.base_weights import BaseWeights
+from laststep.loops.registered import unwrapped
 from laststep.loops.run import Run, loop_of
 
 try:
@@ -138,6 +140,12 @@ class _Follower(TrainerCallback):
         objects |= {"scheduler": trainer.lr_scheduler, "transformers": _Progress(trainer, self._own)}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
+        if getattr(args, "sync_ref_model", False):  # TRL's: the model to which it compares follows the trained one
+            objects["reference"] = trainer.ref_model
+        if adapters := set(getattr(trainer.model, "peft_config", None) or ()):
+            whole = unwrapped(model)
+            exported = _names_in_adapter_file(whole, adapters)
+            objects["base"] = BaseWeights(whole, adapters, exported, loop_of(self._run).group)
         if args.load_best_model_at_end:
             self._best = objects["best"] = _BestWeights(trainer.model)
             compat.on_best_transformers_metric(trainer, self._best.keep)
@@ -161,6 +169,23 @@ class _Follower(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         self._run.log(**{name: value for name, value in metrics.items() if not name.endswith(NOT_LOGGED)})
+
+
+def _names_in_adapter_file(model: nn.Module, adapters: set[str]) -> dict[str, str]:
+    """The names that PEFT gives the tensors of the adapter that is trained, in adapter_model.safetensors, by those in
+    the model. Empty where a file of PEFT's holds other tensors than the model, or there are several such adapters."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    parts = [name.split(".") for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = {part for each in parts for part in each} & adapters
+    if len(trained) != 1:
+        return {}
+    state = model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in state.items()}
+    theirs = get_peft_model_state_dict(model, state, trained.pop(), save_embedding_layers=False)
+    prefix = "" if isinstance(model, PeftModel) else "base_model.model."
+    known = all(id(tensor) in names for tensor in theirs.values())
+    return {names[id(tensor)]: prefix + name for name, tensor in theirs.items()} if known else {}
 
 
 class _BestWeights(nn.Module):

@@ -26,6 +26,7 @@ from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, 
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.config.errors import ConfigError
+from laststep.loops.base_weights import INTEGERS, MOST_NAMES, BaseWeights
 from laststep.loops.kinds import Unstorable, changes_in_place, decode, encode
 from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
 from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
@@ -51,6 +52,8 @@ class Registered:
         state. Raises ConfigError for what cannot be registered."""
         objects = {name: _without_wrapper(each) for name, each in objects.items()}
         self.objects, self.opaque, self._group = objects, opaque, group
+        self._bases = {name: each for name, each in objects.items() if isinstance(each, BaseWeights)}
+        self._left_out = {id(base.model): base.left_out for base in self._bases.values()}
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
@@ -72,14 +75,14 @@ class Registered:
         self._copies: State = {}
         # Asked once: FSDP2 would free gathered weights, perhaps in the middle of a step.
         self._sharded: dict[str, dict[str, Any]] = {
-            name: _unwrapped(registered).state_dict(keep_vars=True)
+            name: self._named(registered)
             for name, registered in objects.items()
             if isinstance(registered, nn.Module) and any(map(is_distributed, registered.parameters()))
         }
         self.parallel = [(module, ddp) for module in modules if (ddp := _ddp_of(module))]
         for _, ddp in self.parallel:
             ddp.broadcast_buffers = False  # `sync_buffers` does it, at the end of a step instead of its beginning
-        self.buffers = Buffers(nn.ModuleList(map(_unwrapped, modules)), group, row)
+        self.buffers = Buffers(nn.ModuleList(map(unwrapped, modules)), group, row)
         self._present = torch.zeros((), device=group.device)
         self.snapshot()
 
@@ -157,17 +160,23 @@ class Registered:
         if bool(checkpoint.manifest.opaque) != self.opaque:
             here, there = ("checkpoint", "restore") if self.opaque else ("restore", "checkpoint")
             raise ConfigError(f"run.{here}(): this run's checkpoints were written by run.{there}(...); call that")
-        if set(checkpoint.names) != self.objects.keys():
+        # An older version has left nothing out of the model.
+        if {*checkpoint.names, *self._bases} != self.objects.keys():
             raise ConfigError(
                 f"run.restore(): this run's checkpoints hold {_list(checkpoint.names)}; register these, "
                 f"not {_list(self.objects)}"
             )
         check_order(self._sorted, checkpoint.manifest.numerics)
         state = checkpoint.load(self._live(), advance, last)
+        for name, base in self._bases.items():
+            if name in state:
+                base.load_state_dict(decode(state[name], path=name))
         for name, registered in self.objects.items():
             try:
+                if isinstance(registered, BaseWeights):
+                    continue
                 if isinstance(registered, nn.Module):
-                    _unwrapped(registered).load_state_dict(state[name])
+                    self._load(unwrapped(registered), state[name])
                 elif isinstance(registered, Optimizer):
                     load_optimizer(registered, _decoded_groups(state[name]))
                 elif _has_state_dict(registered):
@@ -177,7 +186,25 @@ class Registered:
             except Exception as error:  # an object may raise anything when the state is not its own
                 reason = " ".join(str(error).split())[:500]
                 raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {reason}") from error
+        for name, base in self._bases.items():
+            if name not in state:
+                base.take()
         self.snapshot()
+
+    def _named(self, registered: nn.Module) -> dict[str, Any]:
+        """The tensors of a module that a checkpoint holds."""
+        module = unwrapped(registered)
+        left_out = self._left_out.get(id(module), frozenset())
+        return {name: each for name, each in module.state_dict(keep_vars=True).items() if name not in left_out}
+
+    def _load(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Load what `_named` gave, or the whole state of a module."""
+        if not (left_out := self._left_out.get(id(module))):
+            module.load_state_dict(state)
+            return
+        found = module.load_state_dict(state, strict=False)
+        if differ := [*found.unexpected_keys, *(name for name in found.missing_keys if name not in left_out)]:
+            raise ConfigError(f"not in both: {', '.join(differ)}")
 
     def _state(self, buffers: Committed, copies: State) -> State:
         """The state with these buffers; an object that `copies` has is not asked."""
@@ -186,7 +213,7 @@ class Registered:
             if name in copies:
                 return copies[name]
             if isinstance(registered, nn.Module):
-                named = self._sharded.get(name) or _unwrapped(registered).state_dict(keep_vars=True)
+                named = self._sharded.get(name) or self._named(registered)
                 return self.buffers.in_state_dict(named, buffers, f"{self.modules.index(registered)}.")
             return _state_of(registered, name)
 
@@ -291,7 +318,7 @@ def _without_wrapper(registered: Any) -> Any:
     return registered if has_own else _without_wrapper(inner)
 
 
-def _unwrapped(module: Any) -> Any:
+def unwrapped(module: Any) -> Any:
     """The object inside DistributedDataParallel and torch.compile: a checkpoint's names must not depend on these."""
     while isinstance(module, DistributedDataParallel) or compat.compiled_original(module) is not None:
         module = module.module if isinstance(module, DistributedDataParallel) else compat.compiled_original(module)
@@ -310,7 +337,7 @@ def _has_state_dict(registered: Any) -> bool:
 def _state_of(registered: Any, name: str, copies: bool = False) -> Any:
     """The object's state, as a checkpoint can hold it. Raises ConfigError."""
     if isinstance(registered, (nn.Module, Optimizer)):
-        state = _unwrapped(registered).state_dict()
+        state = unwrapped(registered).state_dict()
         return _encoded_groups(state, name) if isinstance(registered, Optimizer) else state
     if _has_state_dict(registered):
         return encode(registered.state_dict(), name, copies)
@@ -444,10 +471,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _given(name: str) -> str:
     registered, _, inner = name.partition(".")
     return f"run.restore({registered}=...): {inner}"
-
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
-MOST_NAMES = 3
 
 
 def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str | None:

@@ -22,7 +22,8 @@ def line_of(attempt: Attempt) -> str:
     else:
         end = "finished" if attempt.place is None else _strike(attempt.place)
         text = f"{_steps(attempt)}; {end}"
-    return f"{attempt.seconds:>8.1f} s  {text}"
+    took = f"{attempt.seconds:>8.1f} s  "
+    return textwrap.fill(text, WIDTH, initial_indent=took, subsequent_indent=" " * len(took))
 
 
 def _steps(attempt: Attempt) -> str:

@@ -76,6 +76,25 @@ def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capf
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
+    ("loop", "package"),
+    [
+        ("accelerate_accumulates", "accelerate"),
+        ("dpo", "trl"),
+        ("fabric_accumulates", "lightning"),
+        ("lightning_whole", "lightning"),
+        ("transformers_whole", "transformers"),
+    ],
+)
+def test_accumulation_is_exact(loop: str, package: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A step of two batches, as each framework writes it."""
+    require_package(package)
+    status, text = proven(capfd, f"task=tests.support.framework_loops.{loop}", "--steps", "8")
+    assert status == 0 and " EXACT " in text, text
+    assert "1 killed rank" in text and "; 0 steps done again" in text
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
     ("loop", "said"),
     [
         (

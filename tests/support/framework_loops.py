@@ -268,42 +268,97 @@ def transformers_whole(run: Run) -> None:
     run.log(best=trainer.evaluate()["eval_loss"])  # that of the weights that were loaded
 
 
-def sft(run: Run) -> None:
-    """TRL's supervised fine-tuning of a LoRA adapter of PEFT's, with accumulation; evaluations log its own counters."""
-    from datasets import Dataset
-    from peft import LoraConfig
+def tiny_language_model(width: int = 16) -> tuple[Any, Any]:
+    """A language model of nine words, with the random weights that LASTSTEP_TEST_BASE says, and its tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<eos>", *"abcdefgh"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<eos>")
+    sizes = {"vocab_size": 9, "n_positions": 16, "n_embd": width, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(int(os.environ.get("LASTSTEP_TEST_BASE", "1")))
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), tokenizer
+
+
+# On two ranks 7 batches an epoch, and an evaluation that logs TRL's own counters.
+TRL_OPTIONS = {
+    "per_device_eval_batch_size": 4,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "eval_strategy": "epoch",
+    "logging_steps": 3,
+    "max_length": 16,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+}
+
+
+WIDTH = 64  # of the model that is fine-tuned: an adapter is small beside it
+LORA = {"r": 2, "target_modules": ["c_attn"], "modules_to_save": ["ln_f"], "fan_in_fan_out": True}
+
+
+def sft(run: Run) -> None:
+    """TRL's supervised fine-tuning of a LoRA adapter of PEFT's, with accumulation."""
+    from datasets import Dataset
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from laststep.frameworks.transformers import follow
 
     strike(run)
-    words = {word: number for number, word in enumerate(["<eos>", *"abcdefgh"])}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<eos>")
+    model, tokenizer = tiny_language_model(WIDTH)
     texts = [" ".join("abcdefgh"[: 2 + number % 6]) for number in range(44)]
-    sizes = {"vocab_size": 9, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    args = SFTConfig(
-        output_dir="sft",
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-        logging_steps=3,
-        max_length=16,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-    )
     trainer = SFTTrainer(
-        GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
-        args,
+        model,
+        SFTConfig(output_dir="sft", **TRL_OPTIONS),
         train_dataset=Dataset.from_dict({"text": texts[:28]}),
         eval_dataset=Dataset.from_dict({"text": texts[28:]}),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1),
+        peft_config=LoraConfig(**LORA, lora_dropout=0.1),
+    )
+    follow(run, trainer)
+    trainer.train()
+
+
+def dpo(run: Run) -> None:
+    """TRL's preference optimisation of a LoRA adapter: the reference is the model without it."""
+    from peft import LoraConfig
+
+    prefer(run, peft_config=LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def dpo_reference(run: Run) -> None:
+    """Preference optimisation of a whole model, whose reference follows it every other step."""
+    prefer(run, ref_model=tiny_language_model()[0], sync_ref_model=True, ref_model_sync_steps=2)
+
+
+def prefer(run: Run, peft_config: Any = None, ref_model: Any = None, **options: Any) -> None:
+    """Train by TRL's DPOTrainer."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from laststep.frameworks.transformers import follow
+
+    strike(run)
+    model, tokenizer = tiny_language_model()
+    words = "abcdefgh"
+    pairs = {
+        "prompt": [" ".join(words[n % 4 :][:3]) for n in range(44)],
+        "chosen": [f" {words[n % 8]}" for n in range(44)],
+        "rejected": [f" {words[(n + 3) % 8]} a" for n in range(44)],
+    }
+    trainer = DPOTrainer(
+        model,
+        ref_model,
+        DPOConfig(output_dir="dpo", learning_rate=0.01, **TRL_OPTIONS, **options),
+        train_dataset=Dataset.from_dict({name: each[:28] for name, each in pairs.items()}),
+        eval_dataset=Dataset.from_dict({name: each[28:] for name, each in pairs.items()}),
+        processing_class=tokenizer,
+        peft_config=peft_config,
     )
     follow(run, trainer)
     trainer.train()

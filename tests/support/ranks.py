@@ -36,7 +36,8 @@ from tests.support.project import DEADLINE_S, SILENT
 PRINT_STACKS = signal.SIGRTMIN
 # What the ranks of a module's tasks import besides, if that takes seconds.
 PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
-PRELOADED = {"tests.support.framework_loops": PORTS}
+TRL = ("trl.trainer.dpo_trainer", "trl.trainer.sft_trainer")
+PRELOADED = {"tests.support.framework_loops": (*PORTS, *TRL)}
 _attempts = iter(range(1, 1 << 30))
 
 

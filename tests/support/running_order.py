@@ -136,6 +136,12 @@ LONG: dict[str, list[str]] = {
     "attempt/test_silence.py::test_stopped": ["SIGTERM validation 2 rank 0"],
     "checkpoint/test_store.py::test_manifest_bit_flips": ["1", "2", "3"],
     "faults/test_faults.py::test_runs_come_back_from_faults": ["8"],
+    "frameworks/test_frameworks.py::test_a_shard_is_lost": [
+        "lightning_sharded-lightning-alone",
+        "transformers_sharded-transformers-alone",
+        "accelerate_sharded-accelerate-copied",
+        "lightning_sharded-lightning-copied",
+    ],
     "frameworks/test_frameworks.py::test_resumes_exactly": ["ddp-torch-3-step 2"],
     "gpu/test_parts.py::test_a_checkpoint_is_loaded_straight_into_the_device": ["cpu"],
     "gpu/test_parts.py::test_a_save_is_of_its_moment": ["cpu"],
@@ -171,6 +177,7 @@ LONG: dict[str, list[str]] = {
     "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
     "loops/test_sharding.py::test_compiled": [],
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
+    "proof/test_prove.py::test_accumulation_is_exact": [],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_every_port_is_exact": [
         "fabric-lightning-5-1 stop, 1 killed rank",
