@@ -28,7 +28,7 @@ def parse_args():
 
 
 def make_shards(args):
-    """Squares of one of four colours, at any place."""
+    """Bright squares on dark noise; the label is their colour and brightness."""
     rng = np.random.default_rng(args.seed)
     pattern = os.path.join(args.data, "train-%06d.tar")
     with wds.ShardWriter(pattern, maxcount=args.images_per_shard, verbose=0) as sink:
@@ -47,15 +47,13 @@ def make_loader(args):
     urls = sorted(glob.glob(os.path.join(args.data, "train-*.tar")))
     dataset = (
         wds.WebDataset(urls, shardshuffle=100, nodesplitter=wds.split_by_node, seed=args.seed)
-        .repeat()
         .shuffle(args.shuffle)
         .decode("torchrgb")
         .to_tuple("png", "cls")
         .map_tuple(preprocess, lambda label: label)
         .batched(args.batch_size, partial=False)
     )
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=args.workers)
-    return loader.with_epoch(args.steps_per_epoch)
+    return wds.WebLoader(dataset, batch_size=None, num_workers=args.workers).repeat().with_epoch(args.steps_per_epoch)
 
 
 class Net(nn.Module):
@@ -75,7 +73,7 @@ class Net(nn.Module):
         return self.head(self.features(x))
 
 
-def train_one_epoch(epoch, model, loader, criterion, optimizer, device, rank):
+def train_one_epoch(model, loader, criterion, optimizer, epoch, device, args):
     model.train()
     running, correct, seen = 0.0, 0, 0
     for images, labels in loader:
@@ -88,7 +86,7 @@ def train_one_epoch(epoch, model, loader, criterion, optimizer, device, rank):
         running += loss.item() * len(labels)
         correct += (output.argmax(1) == labels).sum().item()
         seen += len(labels)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"epoch {epoch}: loss {running / seen:.4f}, accuracy {correct / seen:.3f}")
 
 
@@ -110,7 +108,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
 
     for epoch in range(args.epochs):
-        train_one_epoch(epoch, model, loader, criterion, optimizer, device, rank)
+        train_one_epoch(model, loader, criterion, optimizer, epoch, device, args)
         scheduler.step()
     if rank == 0:
         torch.save(model.module.state_dict(), "model.pt")
