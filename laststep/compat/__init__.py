@@ -7,6 +7,7 @@ modules of this folder import theirs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -329,6 +330,24 @@ def hide_worker() -> None:
     from torch.utils.data._utils import worker
 
     worker._worker_info = None
+
+
+def with_seeded_shuffles(source: Any, seed: int) -> Any:
+    """This pipeline of webdataset's, with a seed for each `.shuffle(...)` that would draw one from the clock. Any other
+    source as it is."""
+    stages = getattr(source, "pipeline", None)
+    if not isinstance(stages, list) or not type(source).__module__.startswith("webdataset"):
+        return source
+    seeded = copy.copy(source)
+    seeded.pipeline = [_with_seed(stage, seed + number) for number, stage in enumerate(stages)]
+    return seeded
+
+
+def _with_seed(stage: Any, seed: int) -> Any:
+    shuffles = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"
+    if not shuffles or len(stage.args) > 2 or any(stage.kw.get(name) is not None for name in ("rng", "seed")):
+        return stage
+    return type(stage)(stage.f, *stage.args, **{**stage.kw, "seed": seed})
 
 
 def open_iterations(objects: Iterable[Any]) -> list[tuple[Any, Any, int]]:

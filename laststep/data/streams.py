@@ -30,7 +30,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from laststep import compat
 from laststep.config.errors import ConfigError, first_line
@@ -71,13 +71,17 @@ class Spec:
         """The source of a part, at its beginning. Raises ConfigError for one that cannot be read twice."""
         with _as_rank(self.source, part, self.parts) as splits:
             if callable(self.source) and not hasattr(self.source, "__iter__"):
-                return Opened(self.source(part, self.parts), cycle, 0, 1)
+                return Opened(self._seeded(self.source(part, self.parts), part, cycle), cycle, 0, 1)
             hugging_face = sys.modules.get("datasets")
             if hugging_face is not None and isinstance(self.source, hugging_face.IterableDataset):
                 split = importlib.import_module("datasets.distributed").split_dataset_by_node
                 own = split(self.source, rank=part, world_size=self.parts)
                 return Opened(own, cycle, 0, 1)
-            return Opened(_copy(self.source), cycle, 0 if splits else part, 1 if splits else self.parts)
+            own = self._seeded(_copy(self.source), part if splits else 0, cycle)
+            return Opened(own, cycle, 0 if splits else part, 1 if splits else self.parts)
+
+    def _seeded(self, source: Any, part: int, cycle: int) -> Any:
+        return compat.with_seeded_shuffles(source, seed_of("shuffles", self.seed, part, cycle))
 
 
 _with_workers: list[Any] = []  # iterations over the user's own DataLoaders
@@ -135,12 +139,15 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
             return
         self._counts = mark.state is None and mark.block > 0
         if not self._comes_back(mark) and (self._counts or not self._comes_back_by_counting(mark)):
-            raise ConfigError(
-                f"run.stream(...): part {part} gives another sample than before at batch {mark.batch}: a "
-                f"{_kind(spec.source)} must give the same samples in the same order whenever it is read from its "
-                "beginning; give its shuffling a seed, or shuffle by run.stream(..., shuffle=N)"
-            )
+            raise self._differs(f"at batch {mark.batch}")
         self._skip(taken - mark.batch - 1)
+
+    def _differs(self, where: str) -> ConfigError:
+        return ConfigError(
+            f"run.stream(...): part {self._part} gives another sample than before {where}: a "
+            f"{_kind(self._spec.source)} must give the same samples in the same order whenever it is read from its "
+            "beginning; give its shuffling a seed, or shuffle by run.stream(..., shuffle=N)"
+        )
 
     def _begin(self, cycle: int = 0, block: int = 0, state: str | None = None) -> None:
         self._cycle, self._block = cycle, block  # of the block that is read next
@@ -231,20 +238,28 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
             next(self)
 
     def _find_out(self) -> None:
-        """Whether the source comes back to where its state says, twice in a row. It is tried with its first samples:
-        a data set may forget a shuffle buffer, or its place when it is resumed for the second time."""
+        """Whether the source comes back to where its state says, twice in a row; if it has none, whether it begins with
+        the same samples again. It is tried with its first samples: a data set may forget a shuffle buffer, or its place
+        when it is resumed for the second time. Raises ConfigError for other samples: a resume would end with that."""
         with _as_rank(self._spec.source, self._part, self._spec.parts):
-            found, state = list[int](), None
             first = self._spec.open(self._part, 0)
+            found, state = list[int](), None
             for number in range(3):
                 seed_generators(seed_of("stream", self._spec.seed, "trial", number))
                 if not (samples := first.read(1)):
-                    return
+                    break
                 found.append(_checksum(samples[0]))
                 state = first.state() if number == 0 else state
-                if state is None:
-                    self._counts = True
-                    return self._say("does not say where it is")
+            if found and state is None:
+                again = self._spec.open(self._part, 0)
+                for number, before in enumerate(found):
+                    seed_generators(seed_of("stream", self._spec.seed, "trial", number))
+                    if not (samples := again.read(1)) or _checksum(samples[0]) != before:
+                        raise self._differs("when it is read again")
+                self._counts = True
+                return self._say("does not say where it is")
+            if len(found) < 3:
+                return
             for number in (1, 2):
                 try:
                     assert state is not None
@@ -483,7 +498,7 @@ def _as_it_is(item: Any) -> Any:
 
 def _only(samples: list[Any]) -> Any:
     (one,) = samples
-    return one
+    return default_convert(one)  # as a DataLoader without a batch size does
 
 
 def _kind(source: Any) -> str:

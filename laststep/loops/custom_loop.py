@@ -99,6 +99,7 @@ NEXT = {
 IN_BODY = {Phase.IN_STEP, Phase.UPDATING}
 IN_UPDATE = {Phase.UPDATING, Phase.BROKEN_OFF_UPDATING}  # the state is not whole
 STEP_OPEN = {*IN_BODY, *IN_UPDATE, Phase.BROKEN_OFF}
+MOST_OWN_BYTES = 64 << 20  # of run.own(...), that are exchanged without a word
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,10 @@ class CustomLoop(Loop):
                 rehearse(module, ddp, self.group.device)
         for optimizer in registered.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
+        if registered.own and self.shares.total is not None:
+            raise self._misuse(loop_rules.OWN_WITH_SHARES)
+        if (sent := sum(each.bytes for each in registered.own.values())) > MOST_OWN_BYTES:
+            self.engine.progress.say(f"run.own(...): {sent / 1e6:.0f} MB of all ranks are sent to each in every step")
         self._checks = StepChecks(registered)
         self._state.restore()
         if framework is not None:
@@ -421,6 +426,7 @@ class CustomLoop(Loop):
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
             raise self._misuse(loop_rules.TWICE)
         self.end_steps()
+        self._state.exchange_own()
         self._state.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
@@ -495,6 +501,7 @@ class CustomLoop(Loop):
             self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
         if self.phase not in IN_UPDATE:
+            registered.exchange_own()  # likewise
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
             self._move(Event.UPDATE)
@@ -507,6 +514,8 @@ class CustomLoop(Loop):
         if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
             self._checks.no_update(self.engine.position.step)
             self._before_update()
+        if name := registered.changed_own():
+            raise self._misuse(loop_rules.OWN_TOO_LATE.format(name))
         registered.snapshot()
         validation = self._take_validation()
         streams = self.streams.snapshot(self.engine.position.streams)
@@ -706,11 +715,16 @@ class CustomState:
         with self._update():
             self._known().snapshot()
 
+    def exchange_own(self) -> None:
+        """Let every rank know what the others have as their own. A collective."""
+        self._known().exchange_own()
+
     def sync(self) -> None:
         """Make the state the same on every rank, for a save between two steps: a forward pass after the update has made
         the buffers differ. A collective."""
         if self.registered is not None and self._after_steps is None:
             self.registered.sync_buffers()
+            self.registered.exchange_own()
             with self._update():
                 self.registered.buffers.commit()
                 self.registered.snapshot()

@@ -208,6 +208,8 @@ class _Decoder:
         if type(encoded) in (list, tuple):
             items = self._items(encoded, live, path)
             return _refill(live, items) if type(encoded) is list and type(live) is list else type(encoded)(items)
+        if isinstance(encoded, Tensor) and isinstance(live, Tensor) and encoded.device != live.device:
+            return encoded.to(live.device)  # a checkpoint is read on the CPU
         return encoded
 
     def _of_kind(self, kind: str, encoded: dict[str, Any], live: Any, path: str) -> Any:

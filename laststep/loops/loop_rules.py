@@ -100,6 +100,14 @@ def of_return(result: Any, registered: bool, trained: bool) -> str | None:
     return None
 
 
+OWN_TOO_LATE = (
+    "{} of run.own(...) has changed after the update of the step, which no other rank knows: play, draw and count "
+    "before the step's first optimizer.step()"
+)
+OWN_WITH_SHARES = (
+    "run.own(...) with train.shares: what is a rank's own would change the weights with the number of ranks; leave "
+    "train.shares out"
+)
 MOST_OBJECTS = 2_000_000  # that may be looked at: a tenth of a second
 
 

@@ -1,14 +1,15 @@
 """The objects that a training function registered with run.restore(...): a checkpoint holds their state.
 
-In reading order: the objects; what a rescue needs of them; how they are sharded, if the function has done that (FSDP2's
-`fully_shard` has made its parameters DTensors: a checkpoint holds those that are cut by rows over all ranks, in the
-order of the ranks, over one dimension of a mesh (full), or over the last of two, of which the first has the replicas
-(hybrid)); whether all ranks have the same state; and digests of nested values.
+In reading order: the objects; what a rescue needs of them; those that differ between ranks; how they are sharded, if
+the function has done that (FSDP2's `fully_shard` has made its parameters DTensors: a checkpoint holds those that are
+cut by rows over all ranks, in the order of the ranks, over one dimension of a mesh (full), or over the last of two, of
+which the first has the replicas (hybrid)); whether all ranks have the same state; and digests of nested values.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,6 +55,8 @@ class Registered:
         self.objects, self.opaque, self._group = objects, opaque, group
         self._bases = {name: each for name, each in objects.items() if isinstance(each, BaseWeights)}
         self._left_out = {id(base.model): base.left_out for base in self._bases.values()}
+        self.own = {name: each for name, each in objects.items() if isinstance(each, Own)}
+        self.exchange_own()
         modules = [registered for registered in objects.values() if isinstance(registered, nn.Module)]
         optimizers = [registered for registered in objects.values() if isinstance(registered, Optimizer)]
         self.optimizers = [optimizer for optimizer in optimizers if compat.takes_hooks(optimizer)]
@@ -110,6 +113,20 @@ class Registered:
         if self.place.shards > 1:
             self._group.gather(self._present)
 
+    def exchange_own(self) -> None:
+        """Let every rank know the state that is each rank's own. A collective. Raises ConfigError."""
+        for name, each in self.own.items():
+            try:
+                each.exchange()
+            except Unstorable as error:
+                raise ConfigError(f"run.own(...): {error}") from error
+            except Exception as error:
+                raise _unstored(name, error) from error
+
+    def changed_own(self) -> str | None:
+        """The name of an object whose state has changed since `exchange_own`, on this rank."""
+        return next((name for name, each in self.own.items() if each.changed()), None)
+
     def snapshot(self) -> None:
         """The state is consistent now: copy the part of it that the next step may change before its update."""
         self.buffers.snapshot()
@@ -142,7 +159,8 @@ class Registered:
 
     def own_tensors(self) -> list[Tensor]:
         """The tensors in the registered objects that are not torch's own."""
-        found = compat.tree_leaves([_state_of(self.objects[name], name) for name in self._copied])
+        states = [_state_of(self.objects[name], name) for name in self._copied if name not in self.own]
+        found = compat.tree_leaves([*states, *(each.live() for each in self.own.values())])
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def state(self) -> State:
@@ -179,10 +197,10 @@ class Registered:
                     self._load(unwrapped(registered), state[name])
                 elif isinstance(registered, Optimizer):
                     load_optimizer(registered, _decoded_groups(state[name]))
-                elif _has_state_dict(registered):
-                    registered.load_state_dict(decode(state[name], path=name))
+                elif isinstance(registered, Own):
+                    registered.load(state[name])
                 else:
-                    decode(state[name], registered, name)
+                    _load(registered, state[name], name)
             except Exception as error:  # an object may raise anything when the state is not its own
                 reason = " ".join(str(error).split())[:500]
                 raise ConfigError(f"run.restore(): {name} does not take what the checkpoint holds: {reason}") from error
@@ -299,6 +317,60 @@ class FingerprintedState:
         return [compat.version_of(t) for t in self._tensors], [torch.stack(same) for same in hashes.values()]
 
 
+class Own:
+    """Objects whose state is each rank's own, by name: what run.own(...) gives.
+
+    Every rank keeps a copy of what each other rank has. They exchange it before the update of a step begins, while all
+    of them still have the whole state of the step before. So any rank can save the state of all.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], group: Group) -> None:
+        """Raises ConfigError for an object that cannot be restored in place."""
+        self.objects, self._group = dict(objects), group
+        self.by_rank: State = {}  # as it was exchanged last; never changed in place
+        self.bytes = 0  # of all ranks
+        self._sent = ""  # a digest of this rank's part
+        for name, each in objects.items():
+            _check_changes("own", name, each)
+
+    def exchange(self) -> None:
+        """Let every rank know the state of all. A collective."""
+        state, data = self.live(), io.BytesIO()
+        torch.save(state, data)
+        parts = self._group.gather_bytes(data.getvalue())
+        self.bytes, self._sent = sum(map(len, parts)), digest(state)
+        loaded = (torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in parts)
+        self.by_rank = {f"rank {rank}": each for rank, each in enumerate(loaded)}
+
+    def changed(self) -> bool:
+        """Whether this rank's objects have changed since the exchange."""
+        return digest(self.live()) != self._sent
+
+    def live(self) -> State:
+        """The state of this rank's objects now. References to their tensors."""
+        return {name: _state_of(each, name) for name, each in self.objects.items()}
+
+    def load(self, by_rank: State) -> None:
+        """Restore this rank's objects from what `by_rank` was when it was saved. Raises ConfigError."""
+        if (saved := len(by_rank)) != (size := self._group.world.size):
+            raise ConfigError(f"it is the state of each of {saved} ranks, and now there are {size}; resume on {saved}")
+        mine = by_rank[f"rank {self._group.world.rank}"]
+        if mine.keys() != self.objects.keys():
+            raise ConfigError(f"run.own(...) had {_list(mine)}, and now has {_list(self.objects)}")
+        self.by_rank = by_rank
+        for name, each in self.objects.items():
+            _load(each, mine[name], name)
+        self._sent = digest(self.live())
+
+
+def _load(registered: Any, state: Any, name: str) -> None:
+    """Give an object, which is none of torch's, this state."""
+    if _has_state_dict(registered):
+        registered.load_state_dict(decode(state, path=name))
+    else:
+        decode(state, registered, name)
+
+
 def _ddp_of(module: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel that `module` is, or that torch.compile has wrapped."""
     while not isinstance(module, DistributedDataParallel):
@@ -336,6 +408,8 @@ def _has_state_dict(registered: Any) -> bool:
 
 def _state_of(registered: Any, name: str, copies: bool = False) -> Any:
     """The object's state, as a checkpoint can hold it. Raises ConfigError."""
+    if isinstance(registered, Own):
+        return registered.by_rank
     if isinstance(registered, (nn.Module, Optimizer)):
         state = unwrapped(registered).state_dict()
         return _encoded_groups(state, name) if isinstance(registered, Optimizer) else state
@@ -360,11 +434,7 @@ def _checked_state(name: str, registered: Any) -> Any:
     """The object's state. Raises ConfigError for an object that has none, or none that a checkpoint can hold."""
     if name == "position":
         raise ConfigError("run.restore(position=...): every checkpoint has a position already; choose another name")
-    if not _has_state_dict(registered) and not changes_in_place(registered):
-        raise ConfigError(
-            f"run.restore({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
-            "and is no dict: keep it in a dict, and register that"
-        )
+    _check_changes("restore", name, registered)
     check_sharded(name, registered)
     try:
         return _state_of(registered, name)
@@ -372,6 +442,15 @@ def _checked_state(name: str, registered: Any) -> Any:
         raise ConfigError(f"run.restore({name}=...): {error}") from error
     except Exception as error:  # the object may be the user's
         raise _unstored(name, error) from error
+
+
+def _check_changes(call: str, name: str, registered: Any) -> None:
+    """Raise ConfigError for an object that cannot be given another state."""
+    if not _has_state_dict(registered) and not changes_in_place(registered):
+        raise ConfigError(
+            f"run.{call}({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
+            "and is no dict: keep it in a dict, and register that"
+        )
 
 
 def _check_stored(name: str, state: Any, place: ShardPlace) -> None:

@@ -20,6 +20,7 @@ from laststep.data.streams import StepStream
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
 from laststep.loops.loop_rules import NEEDED
+from laststep.loops.registered import Own
 from laststep.records.plan import read_given
 from laststep.task import args_parameter
 
@@ -182,15 +183,26 @@ class Run:
         """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.
 
         Call this once, before the first step. Each object has state_dict() and load_state_dict(), or is a dict, and its
-        state must be the same on every rank. At least one is an optimizer. Register the DistributedDataParallel, not
-        the model inside it. Raises ConfigError for an object that cannot be stored, for a checkpoint that does not fit
-        the objects, and where nothing averages the gradients of several ranks (see `averages_gradients`).
+        state must be the same on every rank, but for that of `own`. At least one is an optimizer. Register the
+        DistributedDataParallel, not the model inside it. Raises ConfigError for an object that cannot be stored, for a
+        checkpoint that does not fit the objects, and where nothing averages the gradients of several ranks (see
+        `averages_gradients`).
 
         A model may be sharded by torch's `fully_shard`, over a mesh of all ranks: `(ranks,)`, or `(replicas, shards)`.
         Of DTensors, in its optimizer and in any other object, each rank saves its rows. None is left out, as of a
         scaler that is not used.
         """
         self._loop.register(_given(objects), self.averages_gradients)
+
+    def own(self, **objects: Any) -> Own:
+        """State that differs between ranks, to be registered: run.restore(..., game=run.own(envs=envs, last=last)).
+
+        Everything else that is registered is the same on every rank. Use this for what a rank plays, draws or counts
+        alone: environments, a replay buffer. It may change until the update of a step begins, not after it. Then all
+        ranks exchange it, so that any of them can save it: keep it small. Such a run resumes on the same number of
+        ranks. Raises ConfigError for an object that `restore` would not take.
+        """
+        return Own(objects, self._loop.group)
 
     def checkpoint(self, save: Callable[[Path], object], load: Callable[[Path], object], **objects: Any) -> None:
         """Call this instead of `restore` where a framework holds state that cannot be registered, such as the shards

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from laststep.config.errors import ConfigError
 from laststep.data.order import seed_of
 from laststep.data.streams import Mark, StepStream, StreamRecord
@@ -79,13 +77,8 @@ class Streams:
         """Let every rank know the marks of all. A collective."""
         if not self._streams or self._group.world.size == 1:
             return
-        device = self._group.collective_device
-        data = torch.frombuffer(bytearray(self._own().encode()), dtype=torch.uint8)
-        sizes = [int(each) for each in self._group.gather(torch.tensor(len(data), device=device))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        for size, text in zip(sizes, self._group.gather(padded.to(device))):
-            self._take(text[:size].cpu().numpy().tobytes())
+        for text in self._group.gather_bytes(self._own().encode()):
+            self._take(text)
 
     def exchange(self, step: int) -> None:
         """Every EXCHANGE_STEPS steps (counted from 1): leave this rank's marks for the others, and take those that they

@@ -116,11 +116,14 @@ def _counted(names: Iterable[str], ignored: Collection[str]) -> tuple[str, ...]:
     )
 
 
-def unsteady_metrics(one: Probed, other: Probed) -> set[str]:
-    """The metrics that differ between two runs whose steps are the same, as those do that hold seconds."""
-    if any(_steps(one, other)):
+def unsteady(one: Probed, other: Probed) -> set[str]:
+    """The metrics, and the registered numbers, that differ between two runs of the same weights and inputs, as those do
+    that hold seconds."""
+    if any(difference.what != "beside" for difference in _steps(one, other)):
         return set()
-    return {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)} - {"step", "epoch"}
+    names = {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)}
+    names |= {name for before, line in _pairs(one, other, 0) for name in _differing(before["state"], line["state"])}
+    return names - {"step", "epoch"}
 
 
 def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Iterator[Difference]:

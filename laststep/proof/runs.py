@@ -26,7 +26,7 @@ from laststep.proof.differences import (
     first_difference,
     first_of,
     rule_of,
-    unsteady_metrics,
+    unsteady,
 )
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.probes import Probed, ProbePlan, Strike
@@ -67,7 +67,7 @@ class Proof:
     difference: Difference | None = None
     rule: RuleName | None = None
     error: str | None = None  # the script's own
-    ignored: set[str] = field(default_factory=set)  # metrics that differ between undisturbed runs of the same bits
+    ignored: set[str] = field(default_factory=set)  # what differs between undisturbed runs of the same weights
     left_out: tuple[str, ...] = ()  # by the user
     beside: list[str] = field(default_factory=list)  # what differs where the weights and the inputs are the same
     numbers: list[Number] = field(default_factory=list)  # of the script's variables, that a resume changes
@@ -143,7 +143,7 @@ class Prover:
         if difference := differs_by_rank(probed):
             self._found("not exact", difference, "rank")
         elif name == AGAIN:
-            self.proof.ignored = unsteady_metrics(self.proof.runs[UNDISTURBED], probed)
+            self.proof.ignored = unsteady(self.proof.runs[UNDISTURBED], probed)
             if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self._ignored):
                 self._found("not deterministic", difference, "not deterministic")
         return probed

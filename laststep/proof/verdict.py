@@ -88,7 +88,7 @@ def _compared(proof: Proof) -> Iterator[str]:
     )
     if proof.ignored:
         names = listed(sorted(proof.ignored))
-        yield from _field("left out", f"metrics that differ even between the undisturbed runs: {names}")
+        yield from _field("left out", f"values that differ even between the undisturbed runs: {names}")
     if proof.left_out:
         yield from _field("left out", f"by --ignore: {listed(proof.left_out)}")
     if proof.spared:

@@ -191,6 +191,17 @@ class Group:
         dist.all_gather(parts, tensor)
         return parts
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in rank order. A collective; the lengths may differ."""
+        if self.world.size == 1:
+            return [data]
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        lengths = [int(each) for each in self.gather(torch.tensor(len(own), device=self.collective_device))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = own
+        parts = self.gather(padded.to(self.collective_device))
+        return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths)]
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, on every rank, added in rank order. A collective. An all-reduce may add in an order
         that depends on an element's place in the buffer, and so on how many steps were reduced together."""

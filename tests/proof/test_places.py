@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from laststep.proof.differences import differs_by_rank, first_difference, rule_of, unsteady_metrics
+from laststep.proof.differences import differs_by_rank, first_difference, rule_of, unsteady
 from laststep.proof.runs import AT_AN_END, KILL, STOP, choose_places, missing_kinds
 from laststep.records.probes import Probed, ProbedStep, ProbePlan, Strike
 
@@ -143,7 +143,7 @@ def test_a_clock_in_the_metrics() -> None:
     """Seconds differ between any two runs: they are left out. A loss that differs while the bits are the same is not a
     clock in one run alone."""
     one, other = probed(a_step(1), seconds=1.0), probed(a_step(1), seconds=1.1)
-    assert unsteady_metrics(one, other) == {"seconds"}
+    assert unsteady(one, other) == {"seconds"}
     assert first_difference(one, other, {"seconds"}) is None
     difference = first_difference(one, probed(a_step(1), seconds=1.1, loss=0.6), {"seconds"})
     assert difference is not None and difference.names == ("loss",)

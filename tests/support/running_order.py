@@ -91,6 +91,8 @@ SLOW = (
     "records/test_metrics.py::test_each_step_once",
     "proof/test_ports.py::test_proved",
     "proof/test_ports.py::test_resumed",
+    "proof/test_ports.py::test_the_best",
+    "proof/test_ports.py::test_unaware",
     "proof/test_project_copy.py::test_nothing",
     "proof/test_prove",
     "slurm/",

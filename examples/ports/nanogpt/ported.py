@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
 
 iter_num = 0
-best_val_loss = 1e9
+best = {"val_loss": 1e9}
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
 if ddp:
@@ -98,7 +98,7 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
 
 
-run.restore(model=model, optimizer=optimizer)
+run.restore(model=model, optimizer=optimizer, best=run.own(best=best))
 t0 = time.time()
 for iter_num in run.steps(count=max_iters):
     X, Y = get_batch("train")
@@ -108,8 +108,8 @@ for iter_num in run.steps(count=max_iters):
     if iter_num % eval_interval == 0 and master_process:
         losses = estimate_loss()
         print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if losses["val"] < best_val_loss:
-            best_val_loss = losses["val"]
+        if losses["val"] < best["val_loss"]:
+            best["val_loss"] = losses["val"]
             torch.save({"model": raw_model.state_dict(), "iter_num": iter_num}, os.path.join(out_dir, "ckpt.pt"))
 
     for micro_step in range(gradient_accumulation_steps):
