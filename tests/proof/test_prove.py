@@ -11,7 +11,6 @@ import pytest
 
 from laststep.cli.main import main
 from tests.support.commands import begin, end, launch, refusal
-from tests.support.needs import require_package
 from tests.support.project import PROJECT, wait_until
 from tests.support.runs import SMALL
 
@@ -51,27 +50,6 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
     assert ("; 0 steps done again" in text) == (not alone), "two ranks rescue every step"
     assert ("even between the undisturbed runs: clock" in text) == alone
     assert not list(tmp_path.glob("laststep-*"))
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("port", "package", "steps", "did"),
-    [
-        ("lightning", "lightning", 10, "4 stops, 1 killed rank"),
-        ("transformers", "transformers", 10, "4 stops, 1 killed rank"),
-        ("accelerate", "accelerate", 10, "4 stops, 1 killed rank"),
-        ("fabric", "lightning", 5, "1 stop, 1 killed rank"),
-        ("ddp", "torch", 5, "1 stop, 1 killed rank"),
-        ("gpt", "torch", 5, "1 stop, 1 killed rank"),
-    ],
-)
-def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What examples/ports promises of each framework. The adapters also in the places that are theirs: the end of an
-    epoch, and its validation."""
-    require_package(package)
-    status, text = proven(capfd, f"task=tests.support.framework_loops.{port}", "--steps", str(steps))
-    assert status == 0 and " EXACT " in text, text
-    assert did in text and "; 0 steps done again" in text
 
 
 @pytest.mark.usefixtures("forked_ranks")
