@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from laststep import compat
+from laststep import compat, script
 from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader
 from laststep.frameworks import lightning_part, unusable
@@ -40,13 +40,16 @@ DDP = {"auto": None, "ddp": None, "ddp_find_unused_parameters_false": False, "dd
 
 
 class Trainer(pytorch.Trainer):
-    """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)`. All other arguments are Lightning's.
+    """Lightning's Trainer for a run: `Trainer(run, max_epochs=5)`. A script may leave `run` out. Other arguments are
+    Lightning's; the ranks are the run's, whatever `devices` and `num_nodes` say.
 
     `fit` takes its training data from a DataLoader, a datamodule or the module, or what `run.loader(dataset,
-    batch_size)` gave. Raises ConfigError for what would keep a run from resuming exactly.
+    batch_size)` gave. Checkpoint callbacks are left out, with a warning. Raises ConfigError for what would keep a run
+    from resuming exactly.
     """
 
-    def __init__(self, run: Run, **arguments: Any) -> None:
+    def __init__(self, run: Run | None = None, **arguments: Any) -> None:
+        run = script.run() if run is None else run
         _refuse(arguments)
         strategy = arguments.get("strategy", "auto")
         if not isinstance(strategy, pytorch.strategies.ModelParallelStrategy):
@@ -59,14 +62,13 @@ class Trainer(pytorch.Trainer):
         arguments.setdefault("enable_progress_bar", sys.stdout.isatty())
         callbacks = arguments.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if any(isinstance(callback, pytorch.callbacks.Checkpoint) for callback in callbacks):
-            raise ConfigError("Trainer(callbacks=...): remove ModelCheckpoint; `checkpoint` in the configuration saves")
         if any(isinstance(callback, pytorch.callbacks.GradientAccumulationScheduler) for callback in callbacks):
             raise ConfigError(
                 "Trainer(callbacks=...): remove GradientAccumulationScheduler; accumulate_grad_batches stays the same"
             )
         self._follower = _Follower(run)
-        super().__init__(callbacks=[self._follower, *callbacks], enable_checkpointing=False, **arguments)
+        callbacks = self._follower.without_checkpoints(callbacks)
+        super().__init__(callbacks=[self._follower, *callbacks], **arguments | {"enable_checkpointing": False})
         compat.leave_signals_alone(self)
         self._follower.follow(self)
 
@@ -105,8 +107,6 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("Trainer(max_time=...): a run that ends by the clock cannot be repeated; use max_steps")
     if arguments.get("reload_dataloaders_every_n_epochs"):
         raise ConfigError("Trainer(reload_dataloaders_every_n_epochs=...): remove it; a run has one order of samples")
-    if arguments.get("enable_checkpointing"):
-        raise ConfigError("Trainer(enable_checkpointing=True): remove it; `checkpoint` in the configuration saves")
     if arguments.get("max_epochs") == -1 and arguments.get("max_steps", -1) == -1:
         raise ConfigError("Trainer(max_epochs=-1): a run needs an end; give max_epochs or max_steps")
 
@@ -132,6 +132,15 @@ class _Follower(pytorch.Callback):
         self._run = run
         self._metrics: dict[str, Any] = {}  # before a validation
         self._validated: dict[str, float] = {}  # what validations have found, by rank 0
+
+    def without_checkpoints(self, callbacks: list[Any]) -> list[Any]:
+        """The callbacks but those that save checkpoints, whose files would differ after a resume. Says so."""
+        kept = [each for each in callbacks if not isinstance(each, pytorch.callbacks.Checkpoint)]
+        for name in dict.fromkeys(type(each).__name__ for each in callbacks if each not in kept):
+            loop_of(self._run).engine.progress.say(
+                f"WARNING: {name} is left out, as Laststep saves; for its files: checkpoint.best_by, laststep export"
+            )
+        return kept
 
     def follow(self, trainer: Any) -> None:
         """Follow the loop of this trainer."""
@@ -160,6 +169,9 @@ class _Follower(pytorch.Callback):
         self.steps = FrameworkSteps(self._run, adopted(self._run, loader), plan, trainer.accumulate_grad_batches)
         self.steps.at_resumed_end = lambda: self._validate(compat.lightning_fetcher(trainer))
         return self.steps
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks = self.without_checkpoints(trainer.callbacks)  # those of the module's configure_callbacks()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _warn_of_own_state(self._run, trainer, pl_module)

@@ -33,6 +33,7 @@ try:
     import accelerate  # noqa: F401  transformers' Trainer needs it
     from transformers import Trainer, TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import SaveStrategy
 except ImportError as error:
     raise unusable(__name__, error) from error
 
@@ -81,8 +82,12 @@ def train(run: Run, trainer: Any, resume_from_checkpoint: Any = None, **others: 
     trainer.get_batch_samples = lambda batches, *words: draw(steps.next_step(batches), *words)
     compat.load_no_transformers_checkpoint(trainer, steps)
     trainer.add_callback(_Follower(run, trainer, steps))
-    args.save_strategy, args.ignore_data_skip = "no", False
-    position = loop_of(run).engine.position
+    engine = loop_of(run).engine
+    if args.save_strategy != SaveStrategy.NO:
+        given = args.save_strategy.value
+        engine.progress.say(f"save_strategy={given} is off, as Laststep saves; for files: laststep export")
+    args.save_strategy, args.ignore_data_skip = SaveStrategy.NO, False
+    position = engine.position
     if not position.step:
         return their_train()
     with tempfile.TemporaryDirectory() as folder:

@@ -57,6 +57,23 @@ ALL = {
         "data --make-shards 8 --images-per-shard 12 --epochs 3 --steps-per-epoch 7 --batch-size 4 --workers 1",
         "webdataset",
     ),
+    # Each epoch has 13 or 14 batches on two ranks, two to a step.
+    "accelerate": Port(
+        8,
+        "--samples 52 --batch_size 2 --gradient_accumulation_steps 2 --num_epochs 2 --width 8 --cpu "
+        "--checkpointing_steps epoch --output_dir state",
+        "accelerate",
+    ),
+    "lightning": Port(
+        3, "--fake_images 104 --batch_size 4 --accumulate_grad_batches 2 --max_epochs 2 --width 8", "lightning"
+    ),
+    "trl": Port(
+        3,
+        "--samples 56 --hidden_size 16 --use_peft --lora_r 2 --output_dir sft --per_device_train_batch_size 2 "
+        "--gradient_accumulation_steps 2 --num_train_epochs 2 --eval_strategy epoch --logging_steps 3 --use_cpu "
+        "--bf16 False --report_to none",
+        "trl",
+    ),
 }
 
 
@@ -111,8 +128,9 @@ def trained(folder: Path, run: str, words: Sequence[str], *strikes: Strike) -> R
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_resumed(name: str, folder: Path) -> None:
+def test_resumed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, then one rank killed, then resumed: the weights of an undisturbed run."""
+    monkeypatch.chdir(PROJECT)  # where the server that forks the ranks finds what it loads
     words = ALL[name].words.split()
     undisturbed = trained(folder, "undisturbed", words)
     disturbed = trained(folder, "disturbed", words, Strike("SIGTERM", 1, 5), Strike("SIGKILL", 1, 9))

@@ -55,27 +55,6 @@ def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Pa
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
-    ("port", "package", "steps", "did"),
-    [
-        ("lightning", "lightning", 10, "4 stops, 1 killed rank"),
-        ("transformers", "transformers", 10, "4 stops, 1 killed rank"),
-        ("accelerate", "accelerate", 10, "4 stops, 1 killed rank"),
-        ("fabric", "lightning", 5, "1 stop, 1 killed rank"),
-        ("ddp", "torch", 5, "1 stop, 1 killed rank"),
-        ("gpt", "torch", 5, "1 stop, 1 killed rank"),
-    ],
-)
-def test_every_port_is_exact(port: str, package: str, steps: int, did: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What examples/ports promises of each framework. The adapters also in the places that are theirs: the end of an
-    epoch, and its validation."""
-    require_package(package)
-    status, text = proven(capfd, f"task=tests.support.framework_loops.{port}", "--steps", str(steps))
-    assert status == 0 and " EXACT " in text, text
-    assert did in text and "; 0 steps done again" in text
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
     ("loop", "package"),
     [
         ("accelerate_accumulates", "accelerate"),

@@ -25,14 +25,15 @@ def user(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
 
 
 def test_requeued_and_restarted(user: User) -> None:
-    """Both in the middle of their second epoch, and both end with the weights and metrics of an undisturbed run: no
+    """Both in the first step of their second epoch, and both end with the weights and metrics of an undisturbed run: no
     step is lost. Lightning, which sees that it runs on Slurm, must not requeue the job itself."""
-    strikes = {"lightning": "SIGCONT step 9 rank 0,1", "transformers": "SIGKILL step 9 rank 1"}  # SIGCONT does nothing
+    # SIGCONT does nothing. A step has two backward passes, the last of an epoch has one.
+    strikes = {"lightning_whole": "SIGCONT step 8 rank 0,1", "transformers_whole": "SIGKILL step 8 rank 1"}
     for name, strike in strikes.items():
         words = (f"task={LOOPS}.{name}", "device=cpu", f"launch.env.LASTSTEP_TEST_SIGNAL={strike}")
         user.types("--nodes", "2", "--name", name, *words)
-    user.waits_for("lightning", "SIGCONT in the middle of a step", times=2)
-    user.cluster.run("scontrol", "requeue", user.job_of("lightning"))
+    user.waits_for("lightning_whole", "SIGCONT in the middle of a step", times=2)
+    user.cluster.run("scontrol", "requeue", user.job_of("lightning_whole"))
     found = {}
     for name in strikes:
         user.waits_for_end(name, "finished")
@@ -43,6 +44,6 @@ def test_requeued_and_restarted(user: User) -> None:
             for end in user.attempts(name)
         ]
     assert found == {
-        "lightning": [("preempted", 0, 0, 9, 0), ("finished", 1, 0, 14, 0)],
-        "transformers": [("failed", 0, 0, 8, 0), ("finished", 0, 1, 14, 0)],
+        "lightning_whole": [("preempted", 0, 0, 5, 0), ("finished", 1, 0, 8, 0)],
+        "transformers_whole": [("failed", 0, 0, 4, 0), ("finished", 0, 1, 8, 0)],
     }

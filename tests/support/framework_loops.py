@@ -1,56 +1,25 @@
-"""The scripts of examples/ports that tests train, made small: 14 steps, 7 an epoch; struck at an exact place."""
+"""Loops on other frameworks that tests train: 7 batches an epoch, the last of them short; struck at an exact place."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision import datasets
 
-from examples.ports import data
 from laststep import Run
 from laststep.config.errors import ConfigError
+from laststep.data.catalog import MNIST_5K
 from laststep.loops.registered import digest
 from laststep.ranks.launchers import VARIABLES
 from tests.support.custom_loops import Struck
-
-SIZES = {"EPOCHS": 2, "BATCH_SIZE": 4, "BLOCK": 16, "ITERATIONS": 14, "EVAL_EVERY": 5}
-
-
-def ddp(run: Run) -> Any:
-    """A tutorial's script."""
-    return port(run, "ddp")
-
-
-def gpt(run: Run) -> Any:
-    """A loop like nanoGPT's, with two backward passes a step."""
-    return port(run, "gpt")
-
-
-def lightning(run: Run) -> Any:
-    """A LightningModule with batch norm, dropout, a schedule per step, and early stopping."""
-    return port(run, "lightning")
-
-
-def transformers(run: Run) -> Any:
-    """A language model, with an evaluation after each epoch."""
-    return port(run, "transformers")
-
-
-def accelerate(run: Run) -> Any:
-    """A loop on Accelerate, whose schedule steps once per rank."""
-    return port(run, "accelerate")
-
-
-def fabric(run: Run) -> Any:
-    """A loop on Fabric."""
-    return port(run, "fabric")
 
 
 def synchronised(run: Run) -> None:
@@ -102,15 +71,17 @@ def accelerate_accumulates(run: Run) -> None:
 
 
 def fabric_accumulates(run: Run) -> None:
-    """A loop on Fabric with no_backward_sync, likewise."""
+    """A loop on Fabric with no_backward_sync, likewise, and a validation."""
     from laststep.frameworks.fabric import Fabric
 
     strike(run)
     fabric = Fabric(run, accelerator="cpu")
     fabric.launch()
     model, optimizer = fabric.setup(plain := network(), torch.optim.AdamW(plain.parameters(), lr=0.01))
+    val_loader = fabric.setup_dataloaders(DataLoader(few_digits(train=False), 4))
     run.restore(model=model, optimizer=optimizer)
     for _ in run.epochs(2):
+        model.train()
         for images, labels in run.steps(run.loader(few_digits(train=True), 8), accumulate=2):
             with fabric.no_backward_sync(model, enabled=not run.sync_gradients):
                 loss = nn.functional.cross_entropy(model(images), labels) / 2
@@ -119,6 +90,12 @@ def fabric_accumulates(run: Run) -> None:
             if run.sync_gradients:
                 optimizer.step()
                 optimizer.zero_grad()
+        model.eval()
+        losses = []
+        with torch.no_grad():
+            for images, labels in run.validation(val_loader):
+                losses.append(nn.functional.cross_entropy(model(images), labels))
+        run.log(val_loss=fabric.all_reduce(torch.stack(losses).mean()))
 
 
 def lightning_whole(run: Run) -> None:
@@ -202,13 +179,11 @@ def transformers_sharded(run: Run) -> None:
     from laststep.frameworks.transformers import follow
 
     strike(run)
-    lines = data.text()[: 52 * 16].view(-1, 16)
-    samples = [{"input_ids": line, "labels": line} for line in lines]
     sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     plain = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
     options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
     args = TrainingArguments(output_dir="gpt2", use_cpu=True, report_to="none", **options)
-    trainer = Trainer(GPT2LMHeadModel(plain), args, train_dataset=samples)
+    trainer = Trainer(GPT2LMHeadModel(plain), args, train_dataset=few_lines(52))
     as_on_gpus(trainer.accelerator)
     trainer.is_fsdp_enabled = True
     follow(run, trainer)
@@ -243,8 +218,7 @@ def transformers_whole(run: Run) -> None:
             return metrics
 
     strike(run)
-    lines = data.text()[: 66 * 16].view(-1, 16)
-    samples = [{"input_ids": line, "labels": line} for line in lines]
+    samples = few_lines(66)
     sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     args = TrainingArguments(
         output_dir="gpt2",
@@ -364,11 +338,23 @@ def prefer(run: Run, peft_config: Any = None, ref_model: Any = None, **options: 
     trainer.train()
 
 
+def lightning_saves(run: Run) -> None:
+    """Callbacks of Lightning's that save checkpoints: of the script, and of its module."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from laststep.frameworks.lightning import Trainer
+    from tests.support.lightning_modules import Digits, SavesToo
+
+    os.chdir(run.config.launch.root)
+    callbacks = [ModelCheckpoint("theirs"), ModelCheckpoint("theirs", save_last=True)]
+    trainer = Trainer(run, max_epochs=1, callbacks=callbacks, enable_checkpointing=True, logger=False)
+    trainer.fit(SavesToo(), datamodule=Digits())
+
+
 LIGHTNING_REFUSES: dict[str, Any] = {
     "strategy": "fsdp",
     "reload_dataloaders_every_n_epochs": 2,
     "max_time": "00:01:00:00",
-    "enable_checkpointing": True,
     "max_epochs": -1,
 }
 TRANSFORMERS_REFUSES: dict[str, Any] = {
@@ -396,15 +382,6 @@ def refused(run: Run) -> None:
             print("refused:", error, flush=True)
 
 
-def port(run: Run, name: str) -> Any:
-    """Train one script."""
-    script = importlib.import_module(f"examples.ports.{name}")
-    few = {"digits": few_digits, "text": lambda: data.text()[: 92 * SIZES["BLOCK"]]} if name != "gpt" else {}
-    vars(script).update({key: value for key, value in (SIZES | few).items() if hasattr(script, key)})
-    strike(run)
-    return script.main(run)
-
-
 def strike(run: Run) -> None:
     """Be struck in the place that LASTSTEP_TEST_SIGNAL says: a backward pass, or a batch of a validation."""
     os.chdir(run.config.launch.root)  # where frameworks write their own logs
@@ -424,5 +401,15 @@ def strike(run: Run) -> None:
 
 
 def few_digits(train: bool) -> TensorDataset:
-    """52 images to train on, of which 4 are left for the last step of an epoch, and 40 to validate with."""
-    return TensorDataset(*data.digits(train)[: 52 if train else 40])
+    """52 images to train on, of which 4 are left for the last batch of an epoch, and 40 to validate with."""
+    images = datasets.MNIST(MNIST_5K, train=train)
+    few = slice(52 if train else 40)
+    return TensorDataset(images.data[few].flatten(1) / 255, images.targets[few])
+
+
+def few_lines(count: int) -> list[dict[str, Tensor]]:
+    """Lines of English text, 16 bytes long, for a language model."""
+    text = bytearray("\n".join(topics.values()).encode()[: count * 16])
+    return [
+        {"input_ids": line, "labels": line} for line in torch.frombuffer(text, dtype=torch.uint8).long().view(-1, 16)
+    ]

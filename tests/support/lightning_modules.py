@@ -46,6 +46,16 @@ class Classifier(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "epoch"}]
 
 
+class SavesToo(Classifier):
+    """Has a callback that saves checkpoints."""
+
+    def configure_callbacks(self) -> Any:
+        class Own(callbacks.ModelCheckpoint):
+            """One of the module's own."""
+
+        return [Own("theirs")]
+
+
 class TwoOptimizers(Classifier):
     """Two optimisers, each for a half of the network, as in a GAN."""
 

@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -31,13 +32,24 @@ from laststep.cli.verify import inspect
 from laststep.config.config import Config
 from laststep.records.metrics import CLOCK, read_lines
 from laststep.rundir import RunDir
+from laststep.script import FILE
 from tests.support.project import DEADLINE_S, SILENT
 
 PRINT_STACKS = signal.SIGRTMIN
-# What the ranks of a module's tasks import besides, if that takes seconds.
-PORTS = tuple(f"examples.ports.{name}" for name in ("accelerate", "fabric", "lightning", "transformers"))
-TRL = ("trl.trainer.dpo_trainer", "trl.trainer.sft_trainer")
-PRELOADED = {"tests.support.framework_loops": (*PORTS, *TRL)}
+# What ranks import that takes seconds: those of a script by the package that it imports, and those of these loops.
+PRELOADED = {
+    "accelerate": ("accelerate", "torch._dynamo", "torchdata.stateful_dataloader"),
+    "lightning": ("laststep.frameworks.lightning",),
+    "trl": ("laststep.frameworks.transformers", "trl.trainer.sft_trainer", "transformers.models.llama.modeling_llama"),
+    "tests.support.framework_loops": (
+        "laststep.frameworks.fabric",
+        "laststep.frameworks.lightning",
+        "laststep.frameworks.transformers",
+        "transformers.models.gpt2.modeling_gpt2",
+        "trl.trainer.dpo_trainer",
+        "trl.trainer.sft_trainer",
+    ),
+}
 _attempts = iter(range(1, 1 << 30))
 
 
@@ -52,11 +64,15 @@ def _preloaded(module: str) -> PreloadedServer:
     return PreloadedServer(_context(), PRELOADED[module])
 
 
-def _process(task: str, args: tuple[Any, ...]) -> BaseProcess | PreloadedProcess:
-    """A rank of a run with this task, not started yet."""
-    module = task.rpartition(".")[0]
-    if module in PRELOADED:
-        return PreloadedProcess(_preloaded(module), _rank, args)
+def _process(args: tuple[Any, ...]) -> BaseProcess | PreloadedProcess:
+    """A rank, not started yet."""
+    config, env, *_ = args
+    names = {config.task.rpartition(".")[0]}
+    if config.script and (file := Path(env.get(FILE, config.script[0]))).is_file():
+        names |= set(re.findall(r"^(?:import|from) (\w+)", file.read_text(), re.MULTILINE))
+    for name in PRELOADED:
+        if name in names:
+            return PreloadedProcess(_preloaded(name), _rank, args)
     return _context().Process(target=_rank, args=args)
 
 
@@ -88,7 +104,7 @@ class Attempt:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank: a pool would import torch again
             }
             silent = {SILENT: os.environ[SILENT]} if SILENT in os.environ else {}
-            process = _process(config.task, (config, {**place, **silent, **(env or {})}, str(log), before))
+            process = _process((config, {**place, **silent, **(env or {})}, str(log), before))
             process.start()
             self.ranks.append(process)
 
