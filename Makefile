@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Tests start hundreds of interpreters, which would each compile the package if they could not keep what they compile.
 test test-fast test-long test-oldest test-silent test-slurm bench: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train check docs check-docs test test-fast test-long test-oldest test-silent test-slurm slurm slurm-down chaos gpu-check bench clean
+.PHONY: train check docs check-docs test test-fast test-long test-oldest test-silent test-slurm slurm slurm-down chaos ports gpu-check bench clean
 
 train: $(VENV)/installed  ## train on 5,000 handwritten digits on this machine
 	$(BIN)/python launch.py --local
@@ -90,6 +90,9 @@ else
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \
 		--report docs/chaos$(if $(SILENT),-silent).md
 endif
+
+ports: $(VENV)/installed-dev system-packages  ## the scripts of examples/ports on a real Slurm, reported in docs/ports.md
+	$(BIN)/python -m tests.slurm.ports $(PORTS)
 
 # With the torch of this machine's Python. If that lacks a package, it says which.
 MINUTES ?= 20

@@ -38,6 +38,11 @@ LONGER = {
     "references": "--epochs 12",
     "nanogpt": "--max_iters=600 --eval_interval=100",
     "diffusion": "--num_epochs 20",
+    "ppo": "--total-timesteps 40960",
+    "webdataset": "--epochs 40",
+    "accelerate": "--num_epochs 40",
+    "lightning": "--max_epochs 40",
+    "trl": "--num_train_epochs 20",
 }
 OURS = ("device=cpu", "train.log_every=5", "launch.hang_timeout_s=60")
 STRIKES = ("stopped", "one rank killed", "all ranks killed", "cancelled and resumed")
