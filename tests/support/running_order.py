@@ -178,6 +178,8 @@ LONG: dict[str, list[str]] = {
     "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
     "loops/test_sharding.py::test_compiled": [],
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
+    "proof/test_ports.py::test_proved": ["ppo"],
+    "proof/test_ports.py::test_resumed": ["ppo"],
     "proof/test_prove.py::test_accumulation_is_exact": [],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_interrupted": ["15"],
