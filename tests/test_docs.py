@@ -174,7 +174,8 @@ def _texts(path: Path) -> Iterator[str]:
 def test_the_picture_of_the_report_shows_todays_page(tmp_path: Path) -> None:
     """As above; the picture can be drawn by a browser only, its text needs none."""
     report.train(tmp_path)
-    kept = Image.open(pictures.DOCS / "report.png").info["Text"]
+    with Image.open(pictures.DOCS / "report.png") as picture:
+        kept = picture.info["Text"]
     assert pictures.stale(kept, report.text_of(report.made(tmp_path))) == [], "python -m tools.pictures report"
 
 
