@@ -15,6 +15,7 @@ import os
 import sys
 
 from laststep.job.after_ranks import trainer_of_job
+from laststep.ranks.disk import look_anew
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, command
 from laststep.records.attempt_record import read_attempts
@@ -70,6 +71,7 @@ def _this_job(folder: RunDir) -> tuple[str, Trainer]:
 
 def _why_over(run: RunDir, chain: str) -> str:
     """The reason for which the last attempt has ended, if nothing follows it; else empty."""
+    look_anew(run.path)  # the job before may have ended on another host, a second ago
     if run.attempt_now.exists() or run.attempt_ended.exists():
         return ""
     last = next(reversed(read_attempts(run.attempts)), None)

@@ -63,7 +63,7 @@ class Day(NamedTuple):
     def wrong(self) -> bool:
         """Whether it broke what docs promise. Only where all ranks die are steps lost: those since the last save."""
         lost = [lost for _, lost in self.struck]
-        return not (self.proved and self.same) or any(lost[:2] + lost[3:])
+        return not (self.proved and self.same) or len(lost) < len(STRIKES) or any(lost[:2] + lost[3:])
 
     def row(self) -> tuple[str, ...]:
         """As the page shows it."""
@@ -150,7 +150,7 @@ def _step(run: RunDir) -> int:
 
 
 def _trains_at(user: User, ended: int, goal: int) -> bool:
-    """Whether the attempt after so many that have ended has trained, and has come to this step."""
+    """Whether the attempt that follows this number of ended ones has trained, and has reached the step `goal`."""
     records = user.attempts("struck")
     if len(records) > ended:
         raise RuntimeError(f"{user.run('struck').path}: an attempt has ended too early: {records[-1]}")

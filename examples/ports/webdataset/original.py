@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 def parse_args():
     parser = argparse.ArgumentParser()
     parser.add_argument("data", help="folder with train-000000.tar, train-000001.tar, ...")
-    parser.add_argument("--make-shards", type=int, default=0, help="write so many first, of drawn images")
+    parser.add_argument("--make-shards", type=int, default=0, help="shards of generated images to write first")
     parser.add_argument("--images-per-shard", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps-per-epoch", type=int, default=100)
