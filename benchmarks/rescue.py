@@ -30,7 +30,7 @@ from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
 from laststep.attempt.rescue_plan import Assignment, Holding
 from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
-from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
 from laststep.ranks.fault import Fault
@@ -129,7 +129,9 @@ def _timed(work: Callable[[CheckpointStore], None], folder: Path, rank: int) -> 
 
 def _frozen(state: object, store: CheckpointStore, size: int) -> FrozenState:
     buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8)
-    return FrozenState(store, CheckpointInfo(STEP, 1, STEP, {}), state, size, lambda: None, buffer, lambda: True)
+    return FrozenState(
+        store, CheckpointInfo(STEP, 1, STEP, {}), state, size, lambda: None, ChunkBuffers(buffer), lambda: True
+    )
 
 
 def _write_plainly(state: object, store: CheckpointStore, rank: int, size: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -327,6 +328,19 @@ def test_compiled_modules() -> None:
     model = nn.Linear(2, 1)
     assert compat.compiled_original(torch.compile(model)) is model
     assert compat.compiled_original(model) is None
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4)), lambda: nn.Linear(4, 4)])
+def test_a_module_of_torchs_own_is_compiled(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.14, `Module.compile` silently left it out: train.compile=true changed nothing."""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    module = make()
+    monkeypatch.setattr(module, "compile", functools.partial(module.compile, backend="eager"))
+    compat_compiler.compile_in_place(module)
+    module(torch.ones(2, 4))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_checkpointed_activations() -> None:

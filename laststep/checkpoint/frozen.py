@@ -7,6 +7,7 @@ Unlike a `CheckpointWriter` it needs no key-value store and no thread: what the 
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged, Stripe
@@ -26,11 +28,30 @@ from laststep.ranks.world import ShardPlace
 SYNC_BYTES = 256 << 20
 
 
+class ChunkBuffers:
+    """Host memory for one chunk of a state, for each thread that reads: a read that was given up may still end, in the
+    thread that is stuck with it, and must not write into a chunk that another thread has read since."""
+
+    def __init__(self, first: Tensor) -> None:
+        """`first` is the memory of the first thread: uint8, on the CPU."""
+        self.bytes = len(first)
+        self._spare: Tensor | None = first
+        self._of: dict[threading.Thread, Tensor] = {}
+
+    def here(self) -> Tensor:
+        """The memory of this thread."""
+        thread = threading.current_thread()
+        if thread not in self._of:
+            spare, self._spare = self._spare, None
+            self._of[thread] = torch.empty(self.bytes, dtype=torch.uint8) if spare is None else spare
+        return self._of[thread]
+
+
 class FrozenState:
     """A state that no longer changes, as far as this rank holds it. It references the tensors.
 
     `before_commit` runs before a commit; if it raises, the save fails. The state is read chunk by chunk through
-    `buffer`, host memory; after each, `is_whole` says whether a GPU that was stuck has changed it after all.
+    `buffers`; after each, `is_whole` says whether a GPU that was stuck has changed it after all.
     """
 
     def __init__(
@@ -40,20 +61,20 @@ class FrozenState:
         state: Any,
         world_size: int,
         before_commit: Callable[[], None],
-        buffer: Tensor,
+        buffers: ChunkBuffers,
         is_whole: Callable[[], bool],
         place: ShardPlace = WHOLE,
         copies: Mapping[int, memoryview] = MappingProxyType({}),
         structure: Any = None,
-        ask: Callable[[Callable[[], bool]], bool] = lambda read: read(),
+        read: Callable[[Callable[[], Tensor | None]], Tensor | None] = lambda work: work(),
     ) -> None:
         """`place` says which shard of the state this rank holds. `copies` has the bytes of shards in host memory, by
         their numbers: what `Packed.copy` has copied here or on another rank. If `state` is None, only these can be
-        written, and this rank can commit only with the `structure` of the state that they were copied from. `ask`
+        written, and this rank can commit only with the `structure` of the state that they were copied from. `read`
         calls what reads the device's memory, and may raise what it likes.
         """
         self._store, self._info, self._world_size, self._before_commit = store, info, world_size, before_commit
-        self._buffer, self._is_whole, self._ask = buffer, is_whole, ask
+        self._buffers, self._is_whole, self._read = buffers, is_whole, read
         self._place, self._copies = place, copies
         self._packed = None if state is None else Packed(state, place)
         self._structure = structure if self._packed is None else self._packed.structure
@@ -138,21 +159,23 @@ class FrozenState:
         """The bytes of a stripe, chunk by chunk. A chunk is valid until the next one is asked for."""
         begin, end = stripe.bounds(self.bytes_of(shard))
         copy = self._copies.get(shard)
-        for start in range(begin, end, len(self._buffer)):
-            stop = min(start + len(self._buffer), end)
+        for start in range(begin, end, self._buffers.bytes):
+            stop = min(start + self._buffers.bytes, end)
             if copy is not None:
                 yield copy[start:stop]
             else:
                 assert self._packed is not None
-                chunk = self._buffer[: stop - start]
-                if not self._ask(partial(self._read, self._packed, start, stop, chunk)):
+                chunk = self._read(partial(self._whole_chunk, self._packed, start, stop))
+                if chunk is None:
                     raise StateChanged
                 yield chunk.numpy().data
             after_chunk()
 
-    def _read(self, packed: Packed, start: int, stop: int, chunk: Tensor) -> bool:
+    def _whole_chunk(self, packed: Packed, start: int, stop: int) -> Tensor | None:
+        """Bytes of the state; None if it has changed."""
+        chunk = self._buffers.here()[: stop - start]
         packed.copy(start, stop, chunk)
-        return self._is_whole()
+        return chunk if self._is_whole() else None
 
 
 def _rename(before: Path, after: Path) -> None:

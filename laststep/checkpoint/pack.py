@@ -29,6 +29,7 @@ from torch import Tensor
 from laststep.checkpoint.files import ALIGNMENT, READ_BYTES, READING_THREADS, CheckpointError
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
 from laststep.checkpoint.store import STRUCTURE, Manifest
+from laststep.ranks.device import await_copies
 from laststep.ranks.world import ShardPlace
 
 WHOLE = ShardPlace(0, 1, 0, 1)
@@ -84,8 +85,7 @@ class Packed:
             into[begin - start : end - start].copy_(source, non_blocking=True)
             done = end
         into[done - start :] = 0
-        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        await_copies({tensor.device for tensor in self._tensors if tensor.is_cuda})
 
     def _add(self, tensor: Tensor) -> Tensor:
         """Note a tensor; returns its stand-in for the structure."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 LIMIT = (
     "WARNING: torch.compile has met more than {} kinds of input, such as shapes, and runs further ones uncompiled. A "
@@ -109,6 +110,18 @@ def compile_whole_under_ddp() -> None:
     import torch._dynamo.config as config
 
     config.optimize_ddp = False
+
+
+def compile_in_place(module: nn.Module, mode: str | None = None) -> None:
+    """Compile a module for fixed shapes, as `Module.compile` does.
+
+    Before torch 2.14 that compiles nothing, without a word, of a module whose forward is torch's own, such as an
+    nn.Sequential or an nn.TransformerEncoderLayer, unless the module is wrapped.
+    """
+    import torch._dynamo.config as config
+
+    with config.patch(wrap_top_frame=type(module).forward.__module__.startswith("torch.nn.")):
+        module.compile(dynamic=False, mode=mode)
 
 
 def has_cuda_graphs(device: torch.device) -> bool:

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from laststep.checkpoint.files import StateChanged
-from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import START_S, CheckpointStore
@@ -195,7 +195,7 @@ class Engine:
         self._torn = False  # whether a rescue has begun an update of it that it has not ended
         self.late_update: LateUpdate | None = None  # where a rescue may do one
         self.copies: Copies | None = None  # with checkpoint.replicas
-        self._host_buffer = self.queue.host_buffer(WRITE_BYTES)
+        self._chunks = ChunkBuffers(self.queue.host_buffer(WRITE_BYTES))
         self.restored = False  # whether there is a state worth saving
         self.rescuable = True  # whether a rank alone has all of the state
 
@@ -497,15 +497,15 @@ class Engine:
                 state=self._frozen_state() if live else None,
                 world_size=self.size,
                 before_commit=self.metrics.rewrite_tail,
-                buffer=self._host_buffer,
+                buffers=self._chunks,
                 is_whole=self.ring.is_whole if live else lambda: True,
                 place=self.place,
                 copies=copies,
                 structure=own.structure if own else None,
-                ask=self.queue.ask,
+                read=self.queue.read,
             )
 
-        yield self.queue.ask(hold) if live else hold()
+        yield self.queue.read(hold) if live else hold()
 
     def _freeze(self, timeout_s: float) -> bool:
         if not self.ring.freeze(timeout_s):
@@ -514,7 +514,7 @@ class Engine:
             return False
         while True:
             self._frozen = self._whole_position()
-            measured, unchanged = self.queue.ask(partial(self._measured_before, self._frozen.step))
+            measured, unchanged = self.queue.read(partial(self._measured_before, self._frozen.step))
             if self.ring.is_whole():
                 break
             if not self.ring.freeze(timeout_s):

@@ -556,7 +556,7 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
     if train.compile:
         if train.cuda_graphs:
             compiler.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
-        model.compile(dynamic=False, mode="reduce-overhead" if train.cuda_graphs else None)
+        compiler.compile_in_place(model, "reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
 
@@ -575,7 +575,7 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
         checkpoint_activations(model, train.compile)
     if train.compile:
         for block in repeated_blocks(model):  # one compiled part would gather all weights at once
-            block.compile(dynamic=False)
+            compiler.compile_in_place(block)
     shard(models, task, config, group, place)
     if values is not None:
         values.fill(models, place, group)
@@ -663,7 +663,7 @@ class LateUpdate:
     def gathered(self, steps: int) -> Gathered | None:
         """What this rank gathered last, for the ranks that did not; on a GPU, in the last of the `steps` steps that the
         device has done."""
-        return self._queue.ask(lambda: self._learner.gradients.gathered(steps if self._queue.runs_ahead else None))
+        return self._queue.read(lambda: self._learner.gradients.gathered(steps if self._queue.runs_ahead else None))
 
     def do(self, gathered: Gathered) -> tuple[Mapping[str, Tensor], int] | None:
         """Do the update of this step, after the state that the ring has chosen. Returns what the step measured, and its
@@ -674,7 +674,9 @@ class LateUpdate:
             return None  # it may still change what the update needs
         if not self._ring.is_whole():
             return None  # the device has gone on, and done this update
-        measured = self._queue.ask(lambda: self._update(gathered), UPDATE_S)
+        if not self._queue.takes_launches:
+            return None
+        measured = self._queue.launch(lambda: self._update(gathered), UPDATE_S)
         if measured is None:
             return None
         if not self._ring.redo():

@@ -13,7 +13,8 @@ left. A state is whole while the device has passed the end of its update, and no
 Three slots are enough: an update is queued only when the one before the last has ended on the device. That also bounds
 how far the CPU runs ahead, to two steps. It does not keep the device's own queue from filling: CUDA takes about 1,024
 kernels in advance, and a step of a large model launches thousands. The thread that trains then waits in the middle of a
-launch, and the device may not answer any other thread. So all other threads ask it through `DeviceQueue.ask`.
+launch, and the driver answers no other thread. So the device itself writes into host memory how far it is, and other
+threads go through `DeviceQueue`: `look` at the marks, `read` its memory, `launch` on it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class _Slot(Generic[Held]):
 
     def __init__(self, queue: DeviceQueue) -> None:
         # Around this rank's own work before the update: loading, and the passes that wait for no other rank.
-        self.work_begin, self.work_end = queue.event(), queue.event()
-        self.begin, self.end = queue.event(), queue.event()
+        self.work_begin, self.work_end = queue.event(asked=False), queue.event()
+        self.begin, self.end = queue.event(waited=False), queue.event()
         self.worked = self.counted = self.begun = self.ended = False
         self.held: Held | None = None  # None: nothing has been queued since, what the host holds is this state
 
@@ -119,6 +120,7 @@ class Ring(Generic[Held]):
         slot = self._slot(self._newest)
         slot.end.record()
         slot.ended = True
+        self._queue.note_memory()
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -177,7 +179,7 @@ class Ring(Generic[Held]):
             return ended + max(next(works, 0), ended)
 
         try:
-            self._passed = max(self._passed, self._queue.ask(look))  # the ring may have moved on meanwhile
+            self._passed = max(self._passed, self._queue.look(look))  # the ring may have moved on meanwhile
         except DeviceSilent:
             pass  # it may answer later
         except RuntimeError as error:
@@ -198,7 +200,7 @@ class Ring(Generic[Held]):
             return self.is_whole()
         began = run_time()
         while self._newest >= 0:
-            number, has_ended = self._queue.ask(self._look)
+            number, has_ended = self._queue.look(self._look)
             if has_ended:
                 self._chosen = number
                 return True
@@ -233,7 +235,7 @@ class Ring(Generic[Held]):
     def is_whole(self) -> bool:
         """Whether the device has not begun to change the chosen state: all that has been read until now is of it.
         Raises DeviceSilent."""
-        return self._chosen == self._newest or not self._queue.ask(self._slot(self._chosen + 1).begin.query)
+        return self._chosen == self._newest or not self._queue.look(self._slot(self._chosen + 1).begin.query)
 
     def _look(self) -> tuple[int, bool]:
         """The newest update that the device has begun, -1 if none, and whether it has ended. Anything after it is only

@@ -1,9 +1,10 @@
 """The device of a rank: choosing it, making its arithmetic reproducible, and reading from it without waiting.
 
 A GPU does what the CPU queues, but up to two steps later, and may stop at a collective that waits for a dead rank.
-`DeviceThread` asks it in a thread of its own. Once a CUDA stream's queue of about 1,024 kernels is full, the next
-launch waits in C, and the driver may hold its lock meanwhile: then every other call to it waits too, from any thread,
-even one that only asks about an event (pytorch issues 110449 and 130844).
+Once a CUDA stream's queue of about 1,024 kernels is full, the next launch waits in C, and the driver holds its lock
+meanwhile: then every other call to it waits too, from any thread, even one that only asks about an event (pytorch
+issues 110449 and 130844). So how far the device is, it writes into host memory itself (`Mark`). Its memory is read by
+`DeviceThread`, and if that waits for the lock, by another process (`MemoryReader`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from laststep.compat import compiler
-from laststep.compat.cuda_driver import CudaDriver
+from laststep.compat.cuda_driver import CudaDriver, MemoryReader
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
@@ -143,9 +145,10 @@ def choose_backend(config: Config, device: torch.device) -> str:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a GPU, or of a slice of one (MIG), as `nvidia-smi -L` shows it. Empty for a CPU, or if the
-    driver does not say."""
-    if device.type != "cuda":
+    """The UUID of a GPU, or of a slice of one (MIG), as `nvidia-smi -L` shows it. Empty for a CPU, if the driver does
+    not say, or if NCCL_HOSTID is set: by it NCCL tells on which host a rank is, and lets ranks of different hosts use
+    one GPU."""
+    if device.type != "cuda" or "NCCL_HOSTID" in os.environ:
         return ""
     # It names a slice by its UUID. The one that CUDA itself reports may be that of the whole GPU.
     asked_for = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[device.index or 0 :][:1]
@@ -242,8 +245,9 @@ class DeviceQueue:
 
     runs_ahead = False  # whether the CPU may be ahead of the device
 
-    def event(self) -> Event:
-        """A new mark."""
+    def event(self, asked: bool = True, waited: bool = True) -> Event:
+        """A new mark. Only if it is `asked` may other threads query it; only if it is `waited` for may the thread that
+        trains wait for it, or for a time that it measures."""
         return Event()
 
     def synchronize(self) -> None:
@@ -253,10 +257,26 @@ class DeviceQueue:
         """Read the device's memory in this block, in any thread, without waiting for what is queued."""
         return contextlib.nullcontext()
 
-    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+    @property
+    def takes_launches(self) -> bool:
+        """Whether another thread than the one that trains can launch kernels, as far as is known."""
+        return True
+
+    def look(self, work: Callable[[], T]) -> T:
+        """Do this, which only asks marks of this queue, and return what it returns. Raises DeviceSilent."""
+        return work()
+
+    def launch(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Do this `beside` the queue, for threads other than the one that trains, and return what it returns. Raises
         DeviceSilent when the device does not answer in time; see DeviceThread."""
         return work()
+
+    def read(self, work: Callable[[], T]) -> T:
+        """The same for what only reads the device's memory, which is possible in more cases."""
+        return work()
+
+    def note_memory(self) -> None:
+        """An update has been queued: the device's memory may be elsewhere than before."""
 
     def close(self) -> None:
         """Nothing is asked any more."""
@@ -293,17 +313,42 @@ class ReadThrough(TorchFunctionMode):
             return func(number)
 
 
+class Mark:
+    """A number in pinned host memory, which the device writes once it comes to a place in its queue."""
+
+    def __init__(self, driver: CudaDriver, cell: Tensor) -> None:
+        """`cell` is that memory: int32, one element."""
+        self._driver, self._cell, self._number = driver, cell.numpy(), 0
+        self._address = cell.data_ptr()
+
+    def put(self, stream: int) -> bool:
+        """Put the mark at the end of this stream. False if this device has no such marks, or has failed."""
+        self._number = self._number % 0x7FFFFFFF + 1
+        return self._driver.write_number(stream, self._address, self._number)
+
+    def is_reached(self) -> bool:
+        """Whether the device has come there. Calls no driver."""
+        return int(self._cell[0]) == self._number
+
+
 class CudaEvent(Event):
     """A mark in a stream. Unlike torch's own, it does not hold Python's lock during a query."""
 
-    def __init__(self, driver: CudaDriver | None) -> None:
+    def __init__(self, driver: CudaDriver | None, mark: Mark | None = None, waited: bool = True) -> None:
+        """With a `mark` other threads may query the event, and if it is not `waited` for they do nothing else."""
         # blocking: a thread that waits for it sleeps
         self._event, self._driver = torch.cuda.Event(enable_timing=True, blocking=True), driver
+        self._mark, self._is_recorded = mark, waited or mark is None
 
     def record(self) -> None:
-        self._event.record()
+        if self._is_recorded:
+            self._event.record()
+        if self._mark is not None:
+            self._mark.put(torch.cuda.current_stream().cuda_stream)
 
     def query(self) -> bool:
+        if self._mark is not None:
+            return self._mark.is_reached()
         handle = self._event.cuda_event  # none before it is first recorded
         passed = self._driver.has_passed(handle) if self._driver is not None and handle else None
         return self._event.query() if passed is None else passed  # torch raises the driver's error, with its name
@@ -330,10 +375,25 @@ class CudaQueue(DeviceQueue):
         with self.beside():
             self._held = torch.zeros(1, device=device)  # and with it the 2 MB around it, where hashes are computed
             self._held.item()  # makes the event with which torch marks a copy
-        self._thread = DeviceThread(self.beside)
+        self._cells = torch.zeros(MARKS, dtype=torch.int32, pin_memory=True)
+        self._free_cells = iter(range(MARKS))
+        self._has_marks = self._driver is not None and self._can_mark(self._driver)
+        self._memory = None if self._driver is None else MappedMemory(device, self._driver)
+        past = None if self._memory is None else DeviceThread(self._elsewhere)
+        self.ways = Ways(DeviceThread(self.beside), past)
 
-    def event(self) -> Event:
-        return CudaEvent(self._driver)
+    def event(self, asked: bool = True, waited: bool = True) -> Event:
+        cell = next(self._free_cells, None) if self._has_marks and asked else None
+        if cell is None or self._driver is None:
+            return CudaEvent(self._driver)
+        return CudaEvent(self._driver, Mark(self._driver, self._cells[cell : cell + 1]), waited)
+
+    def _can_mark(self, driver: CudaDriver) -> bool:
+        mark = Mark(driver, self._cells[next(self._free_cells) :][:1])
+        if not mark.put(torch.cuda.current_stream(self._device).cuda_stream):
+            return False
+        self.synchronize()
+        return mark.is_reached()
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -345,17 +405,152 @@ class CudaQueue(DeviceQueue):
         with ignoring_captures(), torch.cuda.stream(self._stream), self._reads:
             yield
 
-    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
-        return self._thread.ask(work, timeout_s)
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        torch.cuda.set_device(self._device)  # now, while the driver answers
+        assert self._memory is not None
+        with self._memory:
+            yield
+
+    @property
+    def takes_launches(self) -> bool:
+        return not self.ways.is_direct_stuck
+
+    def look(self, work: Callable[[], T]) -> T:
+        return work() if self._has_marks else self.ways.direct.ask(work)
+
+    def launch(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+        return self.ways.direct.ask(work, timeout_s)
+
+    def read(self, work: Callable[[], T]) -> T:
+        return self.ways.read(work)
+
+    def note_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.note()
 
     def close(self) -> None:
-        self._thread.close()
+        self.ways.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def host_buffer(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
+
+
+MARKS = 64  # more than a ring has
+NOTED_EVERY_S = 5.0  # how often it is looked where torch's memory is
+CHUNK_BYTES = 16 << 20
+CHUNK_S = 30.0  # the first one waits until the other process has begun
+
+
+class MappedMemory(TorchFunctionMode):
+    """A device's memory as another process reads it. In a block of this, numbers and copies to the host come from
+    there, and no driver is called; nothing may be computed on the device."""
+
+    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
+        super().__init__()
+        self._device, self._driver = device, driver
+        self._reader = MemoryReader(device.index or 0, CHUNK_BYTES)
+        self._starts: list[int] = []  # of torch's segments of the device's memory, in order
+        self._segments: list[tuple[int, int, bytes]] = []  # each from its start to its end, and its handle
+        self._noted_at, self._notes, self._known = -NOTED_EVERY_S, 0, (-1, -1)
+
+    def note(self) -> None:
+        """In the thread that trains, after an update: note where torch's memory is, if that may have changed."""
+        now = time.monotonic()
+        if self._notes >= 3 and now < self._noted_at + NOTED_EVERY_S:  # the first steps allocate
+            return
+        self._noted_at, self._notes = now, self._notes + 1
+        stats = torch.cuda.memory_stats(self._device)
+        known = (stats.get("num_device_alloc", 0), stats.get("num_device_free", 0))
+        if known == self._known:
+            return
+        found = []
+        for segment in torch.cuda.memory_snapshot():
+            start = segment["address"]
+            if segment["device"] == (self._device.index or 0):
+                # A segment that was freed and allocated anew has another handle: it is asked each time.
+                handle = self._driver.handle_of(start)
+                if handle is not None:
+                    found.append((start, start + segment["total_size"], handle))
+        found.sort()
+        self._segments, self._known = found, known
+        self._starts = [start for start, _, _ in found]
+
+    def __enter__(self) -> MappedMemory:
+        _here.is_past_the_driver = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _here.is_past_the_driver = False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch.overrides: called in place of each of torch's functions."""
+        kwargs = kwargs or {}
+        if func in ON_HOST and self._is_there(args[0]):
+            return func(self._on_host(args[0]), *args[1:], **kwargs)
+        if func is Tensor.copy_ and self._is_there(args[1]) and not self._is_there(args[0]):
+            into, source = args[:2]
+            if into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous():
+                self._fetch(source.data_ptr(), into.view(-1).view(torch.uint8))
+                return into
+            return into.copy_(self._on_host(source))
+        if func is Tensor.new_empty_strided and self._is_there(args[0]):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _is_there(tensor: Tensor) -> bool:
+        """Whether a tensor is in the device's memory."""
+        return tensor.is_cuda
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A copy with the same strides."""
+        tensor = tensor.detach()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        content = torch.empty(span * tensor.element_size() if tensor.numel() else 0, dtype=torch.uint8)
+        self._fetch(tensor.data_ptr(), content)
+        return content.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _fetch(self, address: int, into: Tensor) -> None:
+        """Copy the device's memory from `address` on into a row of bytes. Raises DeviceSilent."""
+        for begin in range(0, len(into), CHUNK_BYTES):
+            part = into[begin : begin + CHUNK_BYTES]
+            start, handle = self._segment_of(address + begin, len(part))
+            try:
+                content = self._reader.read(handle, address + begin - start, len(part), CHUNK_S)
+            except OSError as error:
+                raise DeviceSilent(f"{NO_ANSWER}; {error}") from error
+            part.copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+    def _segment_of(self, address: int, count: int) -> tuple[int, bytes]:
+        place = bisect_right(self._starts, address) - 1
+        if place >= 0:
+            start, stop, handle = self._segments[place]
+            if address + count <= stop:
+                return start, handle
+        raise DeviceSilent(f"{NO_ANSWER}, and another process cannot map this memory")
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.close()
+
+
+ON_HOST = NUMBERS | {Tensor.cpu, Tensor.tolist}
+_here = threading.local()  # what the thread that asks is in
+
+
+def await_copies(devices: Iterable[torch.device]) -> None:
+    """Wait until what this thread has begun to copy from these devices to the host is there."""
+    if not getattr(_here, "is_past_the_driver", False):  # else it is
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def is_due_to_capture(error: RuntimeError) -> bool:
@@ -372,7 +567,14 @@ def open_queue(device: torch.device) -> DeviceQueue:
 # loaded, memory that is pinned. And after a SIGTERM there may be no more than twelve seconds left.
 ANSWER_S = 5.0
 START_S = 60.0
+PAST_S = 60.0  # for one call past the driver: another process begins, and reads some 16 MB, or thousands of numbers
 ROUND_S = 0.1  # silence is counted in rounds of this length, so not while the process is suspended
+
+
+NO_ANSWER = (
+    f"its device does not answer: its driver has not returned from a call for {ANSWER_S:.0f} s, as happens while "
+    "another thread waits to launch a kernel into a full queue"
+)
 
 
 class DeviceThread:
@@ -384,19 +586,19 @@ class DeviceThread:
         self._one_at_a_time = threading.Lock()
         self._stuck: Future[Any] | None = None  # the call that did not return in time
         self._entered = ExitStack()
-        self._thread = threading.Thread(target=self._serve, name="beside", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, name="beside", daemon=True)
+        self.thread.start()
         self.ask(lambda: self._entered.enter_context(beside()), START_S)
 
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Do this in the thread, one caller after another, and return what it returns. Raises what it raises, and
         DeviceSilent if it takes longer than `timeout_s` (by default ANSWER_S), or at once while an earlier call has not
         returned. Work that was given up may still be done later."""
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             return work()
         with self._one_at_a_time:
-            if self._stuck is not None and not self._stuck.done():
-                raise self._silence()
+            if self.is_stuck:
+                raise DeviceSilent(NO_ANSWER)
             call: Future[T] = Future()
             self._stuck = None
             self._calls.put((call, work))
@@ -404,17 +606,17 @@ class DeviceThread:
                 if wait([call], ROUND_S).done:
                     return call.result()
             self._stuck = call
-            raise self._silence()
+            raise DeviceSilent(NO_ANSWER)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that was given up has not returned."""
+        stuck = self._stuck
+        return stuck is not None and not stuck.done()
 
     def close(self) -> None:
         """End the thread, unless it is stuck."""
         self._calls.put(None)
-
-    def _silence(self) -> DeviceSilent:
-        return DeviceSilent(
-            f"its device does not answer: its driver has not returned from a call for {ANSWER_S:.0f} s, as happens "
-            "while another thread waits to launch a kernel into a full queue"
-        )
 
     def _serve(self) -> None:
         with self._entered:
@@ -425,6 +627,39 @@ class DeviceThread:
                 except BaseException as error:
                     call.set_exception(error)
                 del asked, call, work  # what they refer to must not live until the next one
+
+
+class Ways:
+    """Two ways to a device's memory: through the driver, and, where it does not answer, past it."""
+
+    def __init__(self, direct: DeviceThread, past: DeviceThread | None) -> None:
+        """In `past` nothing calls the driver. None: there is no such way."""
+        self.direct, self.past = direct, past
+        self._said = False
+
+    @property
+    def is_direct_stuck(self) -> bool:
+        """Whether the driver has not answered, and still does not."""
+        return self.direct.is_stuck
+
+    def read(self, work: Callable[[], T]) -> T:
+        """Do this, which only reads. Raises what it raises, and DeviceSilent. A call that was given up may still end,
+        in the thread that is stuck with it: each thread must write elsewhere."""
+        try:
+            return self.direct.ask(work)
+        except DeviceSilent:
+            if self.past is None or threading.current_thread() is self.past.thread:
+                raise
+        if not self._said:
+            self._said = True
+            say(f"another process reads this rank's memory, since {NO_ANSWER}")
+        return self.past.ask(work, PAST_S)
+
+    def close(self) -> None:
+        """End both threads, unless they are stuck."""
+        self.direct.close()
+        if self.past is not None:
+            self.past.close()
 
 
 # See malloc.h and mallopt(3).

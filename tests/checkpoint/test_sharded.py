@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from laststep.checkpoint import files, restore
 from laststep.checkpoint.export import weights_of, weights_sha256
 from laststep.checkpoint.files import CheckpointError, Stripe
-from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.pack import Packed, aligned, load, map_tensors, tensors_of
 from laststep.checkpoint.restore import shares
 from laststep.checkpoint.shards import Like, shard_count
@@ -157,7 +157,7 @@ def frozen(store: CheckpointStore, place: ShardPlace, state: Any, **held: Any) -
     """What the rank at this place saves after a fault."""
     buffer = torch.empty(300, dtype=torch.uint8)
     size = place.shards * place.replicas
-    return FrozenState(store, info_of(5), state, size, nothing, buffer, lambda: True, place, **held)
+    return FrozenState(store, info_of(5), state, size, nothing, ChunkBuffers(buffer), lambda: True, place, **held)
 
 
 def copied(place: ShardPlace, state: dict[str, Any]) -> tuple[memoryview, Any]:

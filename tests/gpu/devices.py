@@ -27,7 +27,6 @@ EXACT = "train.deterministic=true"
 FAULTY_ON_GPU = (*FAULTY, "task=tests.gpu.tasks.FaultyOnGPU", "launch.hang_timeout_s=15", EXACT)
 
 needs_gpu = pytest.mark.gpu(1)
-needs_two_gpus = pytest.mark.gpu(2)
 _CUDA = pytest.param("cuda", marks=needs_gpu)
 # For tests that have something to say about both.
 DEVICES: list[Any] = [{"cpu": "cpu", "cuda": _CUDA}[CHOSEN]] if CHOSEN else ["cpu", _CUDA]
@@ -42,22 +41,37 @@ def place(device: str) -> torch.device:
 
 def ranks_on(device: str, count: int) -> tuple[tuple[str, ...], Callable[[], None] | None]:
     """The options of `count` ranks on this device, and what each of them calls first: on CPUs, on a GPU each, or, where
-    there are fewer, on the first GPU together, which gloo allows."""
-    if device == "cpu":
-        return ("device=cpu",), None
-    if torch.cuda.device_count() >= count:
-        return ("device=cuda",), None
-    return ("device=cuda", "launch.backend=gloo"), share_the_gpu
+    there are fewer, on the first GPU together, over NCCL all the same."""
+    return (f"device={device}",), None if device == "cpu" else one_gpu_each
 
 
 def share_the_gpu() -> None:
     """Make this rank use the first GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # else the preflight check misses the others
     devices._choose_device = lambda config, world: torch.device("cuda", 0)
 
 
 def one_gpu_each() -> None:
-    """Make this rank use the GPU of its number, also where one machine stands for several nodes."""
-    devices._choose_device = lambda config, world: torch.device("cuda", detect_world().rank)
+    """Make this rank use the GPU of its number, also where one machine stands for several nodes; where there are too
+    few GPUs, the first one, over NCCL."""
+    world = detect_world()
+    if torch.cuda.device_count() >= world.size:
+        devices._choose_device = lambda config, world: torch.device("cuda", world.rank)
+    else:
+        share_the_gpu()
+        os.environ.update(nccl_host(world.rank))
+
+
+def nccl_host(rank: int) -> dict[str, str]:
+    """Variables with which NCCL believes that this rank is alone on its host. It refuses two ranks on one GPU of one
+    host; of different hosts it cannot tell. They communicate by NCCL's sockets, with its kernels and its proxy."""
+    return {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_HOSTID": f"laststep-test-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
 
 
 def skip_without(options: Iterable[str]) -> None:

@@ -35,14 +35,13 @@ PARTS = (
         "full-queue-nccl",
         "the survivor of a dead rank does, over NCCL",
         ("test_deaths::test_a_death_behind_a_full_queue",),
-        gpus=2,
     ),
     Part(
         "queued-steps",
         "a rank that is stuck with queued steps saves the last whole one",
         ("test_deaths::test_stuck_with_the_next_steps_queued", "test_deaths::test_stuck_in_a_kernel"),
     ),
-    Part("death-nccl", "one of two ranks is killed, over NCCL", ("test_deaths::test_one_of_two_gpus",), gpus=2),
+    Part("death-nccl", "one of two ranks is killed, over NCCL", ("test_deaths::test_one_of_two_over_nccl",)),
     Part(
         "death-gloo",
         "one of two ranks is killed, over gloo, on one GPU",
@@ -57,9 +56,8 @@ PARTS = (
     ),
     Part(
         "many",
-        "four and eight GPUs: the order of the ring, sharding, hybrid, restart",
+        "four ranks, or eight on as many GPUs: the order of the ring, sharding, hybrid, restart",
         ("test_many::test_stop_and_resume", "test_many::test_a_node_dies", "test_many::test_the_ranks_start_again"),
-        gpus=4,
         on_cpus=True,
         limit_s=1800.0,
     ),
@@ -69,7 +67,7 @@ PARTS = (
         ("test_runs::test_everything_is_exact", "test_runs::test_each_arithmetic_is_exact"),
         on_cpus=True,
     ),
-    Part("exact-nccl", "so has a run of two ranks over NCCL", ("test_runs::test_two_gpus",), gpus=2),
+    Part("exact-nccl", "so has a run of two ranks over NCCL", ("test_runs::test_over_nccl",)),
     Part(
         "rescue",
         "a rescue reads the state beside a stream that hangs, without the driver's allocator",
@@ -84,7 +82,7 @@ PARTS = (
         on_cpus=True,
     ),
     Part("shares", "two ranks have the bits of one", ("test_runs::test_shares",), on_cpus=True),
-    Part("shares-nccl", "over NCCL, too", ("test_runs::test_shares_over_nccl",), gpus=2),
+    Part("shares-nccl", "over NCCL, too", ("test_runs::test_shares_over_nccl",)),
     Part(
         "saves",
         "a save is of its moment, and a checkpoint is loaded straight into the device",
@@ -124,7 +122,7 @@ PARTS = (
         "CUDA graphs keep the bits, and are exact",
         ("test_runs::test_cuda_graphs_are_exact", "test_runs::test_cuda_graphs_keep_the_bits"),
     ),
-    Part("cuda-graphs-nccl", "over NCCL, too", ("test_runs::test_cuda_graphs_over_nccl",), gpus=2),
+    Part("cuda-graphs-nccl", "over NCCL, too", ("test_runs::test_cuda_graphs_over_nccl",)),
     Part(
         "ends",
         "memory runs out, the device changes, no step waits, and a straggler is told from those that wait for it",

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Mapping
 
+import torch
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep.config.config import Config
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.trainer import Trainer
+from tests.gpu.devices import nccl_host
 from tests.support.project import DEADLINE_S, PROJECT
 
 JOB = "7"
@@ -45,7 +47,8 @@ def train_supervised(config: Config, env: Mapping[str, str]) -> tuple[RunDir, st
     supervisors = []
     try:
         for rank, log in enumerate(logs):
-            place = {**_place(rank, size), "PATH": f"{programs}:{os.environ['PATH']}", **env}
+            shared = nccl_host(rank) if torch.cuda.device_count() < size else {}
+            place = {**_place(rank, size), "PATH": f"{programs}:{os.environ['PATH']}", **shared, **env}
             with log.open("wb") as output:
                 supervisors.append(
                     subprocess.Popen(

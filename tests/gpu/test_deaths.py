@@ -1,7 +1,8 @@
 """What only a GPU can show, and what matters most: no step is lost when a rank dies, or is stuck, behind a full queue.
 
 Under NCCL the survivor of a dead rank gets no error: its stream hangs in a collective, while its CPU queues more work.
-On one GPU a kernel that does not end plays that collective, and two ranks share the GPU over gloo.
+For one rank a kernel that does not end plays that collective. Two ranks on one GPU pretend to be on two hosts: NCCL
+would otherwise refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.gpu.devices import (
     FAULTY_ON_GPU,
     GPU_OR_STAND_IN,
     needs_gpu,
-    needs_two_gpus,
+    one_gpu_each,
     ranks_on,
     share_the_gpu,
     skip_without,
@@ -36,17 +37,24 @@ def test_stuck_behind_a_full_queue(root: Path, step: int) -> None:
     stuck(root, f"fills-{step}", f"fills step {step} rank 0", "device=cuda")
 
 
-@needs_two_gpus
+@needs_gpu
 @pytest.mark.parametrize("dead", [1, 0])
 def test_a_death_behind_a_full_queue(root: Path, dead: int) -> None:
     """As in the training of a large model: one step has more kernels than a GPU's queue takes."""
     options = (*FAULTY_ON_GPU, "device=cuda")
     env = {"LASTSTEP_TEST_FAULT": f"kill step 5 rank {dead}", **FULL_QUEUE}
-    attempt = Attempt(config(root, f"full-{dead}", 2, options), env)
+    attempt = Attempt(config(root, f"full-{dead}", 2, options), env, before=one_gpu_each)
     assert KILLED in attempt.wait(), attempt.output()
+    assert_nothing_lost(attempt)
+    run = train(config(root, f"full-{dead}", 2, options), before=one_gpu_each)
+    assert fingerprint(run) == undisturbed(2, options, one_gpu_each)
+
+
+def assert_nothing_lost(attempt: Attempt) -> None:
+    """A rank was killed as its CPU began step 5. Its GPU was up to two steps behind, so that the steps 3 and 4 may not
+    have been done by anybody."""
     record = only(attempt)
-    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
-    assert fingerprint(train(config(root, f"full-{dead}", 2, options))) == undisturbed(2, options)
+    assert record["end_step"] in (2, 3, 4) and record["lost_steps"] == 0, attempt.output()
 
 
 @needs_gpu
@@ -94,18 +102,18 @@ def stuck(root: Path, name: str, fault: str, *options: str) -> None:
     assert fingerprint(train(config(root, name, 1, words))) == undisturbed(1, words)
 
 
-@needs_two_gpus
+@needs_gpu
 @pytest.mark.parametrize("fault", ["kill step 5 rank 1", "kill step 5 rank 0", "sleep step 5 rank 1"])
-def test_one_of_two_gpus(root: Path, fault: str) -> None:
+def test_one_of_two_over_nccl(root: Path, fault: str) -> None:
     """Over NCCL the survivor waits in a collective for good, and nothing may end its process before it has saved."""
     options = (*FAULTY_ON_GPU, *EVERYTHING, "device=cuda")
     name = f"nccl-{fault.replace(' ', '-')}"
-    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault})
+    attempt = Attempt(config(root, name, 2, options), {"LASTSTEP_TEST_FAULT": fault}, before=one_gpu_each)
     codes = attempt.wait()
     assert KILLED in codes or fault.startswith("sleep"), attempt.output()
-    record = only(attempt)
-    assert (record["end_step"], record["lost_steps"]) == (4, 0), attempt.output()
-    assert fingerprint(train(config(root, name, 2, options))) == undisturbed(2, options)
+    assert_nothing_lost(attempt)
+    run = train(config(root, name, 2, options), before=one_gpu_each)
+    assert fingerprint(run) == undisturbed(2, options, one_gpu_each)
 
 
 @pytest.mark.parametrize("device", GPU_OR_STAND_IN)
@@ -146,7 +154,8 @@ def test_ranks_start_again_under_their_supervisors(root: Path, dead: int, device
     fault = {"LASTSTEP_TEST_FAULT": f"kill step 5 rank {dead}"}
     run, said = train_supervised(config(root, f"supervised-{dead}", 2, options), fault)
     first, second = read_lines(run.attempts)
-    assert (first["end_step"], first["lost_steps"], first["blamed"] != []) == (4, 0, True), said
-    assert (second["start_step"], second["step_restarts"], second["reason"]) == (4, 1, "finished"), said
+    assert first["end_step"] in (2, 3, 4) and (first["lost_steps"], first["blamed"] != []) == (0, True), said
+    again = (second["start_step"], second["step_restarts"], second["reason"])
+    assert again == (first["end_step"], 1, "finished"), said
     calm = train(config(root, f"supervised-{dead}-calm", 2, options), before=before)
     assert fingerprint(run) == fingerprint(calm)

@@ -18,7 +18,7 @@ from tests.gpu.devices import (
     FAULTY_ON_GPU,
     GPU_OR_STAND_IN,
     needs_gpu,
-    needs_two_gpus,
+    one_gpu_each,
     share_the_gpu,
     skip_without,
     skip_without_nvjpeg,
@@ -110,17 +110,17 @@ def test_cuda_graphs_keep_the_bits(root: Path, options: str, request: pytest.Fix
     assert fingerprint(graphs) == fingerprint(without)
 
 
-@needs_two_gpus
+@needs_gpu
 def test_cuda_graphs_over_nccl(root: Path) -> None:
     """DistributedDataParallel sums the gradients where the graphs have left them."""
     skip_without(GRAPHS)
-    stop_and_resume(root, "graphs-nccl", 2, (*GRAPHS, "device=cuda", EXACT), "SIGTERM step 18 rank 1")
+    stop_and_resume(root, "graphs-nccl", 2, (*GRAPHS, "device=cuda", EXACT), "SIGTERM step 18 rank 1", one_gpu_each)
 
 
-@needs_two_gpus
-def test_two_gpus(root: Path) -> None:
+@needs_gpu
+def test_over_nccl(root: Path) -> None:
     """Two ranks over NCCL."""
-    stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1")
+    stop_and_resume(root, "two", 2, (*EVERYTHING, "device=cuda", EXACT), "SIGTERM step 4 rank 1", one_gpu_each)
 
 
 @pytest.mark.parametrize("device", GPU_OR_STAND_IN)
@@ -135,11 +135,11 @@ def test_shares(root: Path, options: str, device: str) -> None:
     assert fingerprint(one) == fingerprint(two)
 
 
-@needs_two_gpus
+@needs_gpu
 def test_shares_over_nccl(root: Path) -> None:
     """The sum over two GPUs is that of one GPU that computes both shares."""
     words = (*EVERYTHING, "train.shares=2", "device=cuda", EXACT)
-    one, two = (train(config(root, f"shares-{n}", n, words)) for n in (1, 2))
+    one, two = (train(config(root, f"shares-{n}", n, words), before=one_gpu_each) for n in (1, 2))
     assert fingerprint(one) == fingerprint(two)
 
 

@@ -1,7 +1,8 @@
 """A device that does what is queued when the test's script says so. Its memory is the CPU's.
 
 It behaves as badly as CUDA. With a `capacity`, its queue can be full: then the thread that queues waits until the
-device has done something, and holds the driver's lock meanwhile, so that no other thread gets an answer. And while a
+device has done something, and holds the driver's lock meanwhile, so that no other thread gets an answer. With `past`
+the device writes its marks into host memory, and its memory can be read past the driver, as by another process. While a
 stream `captures` a graph in torch's default mode, a query in any thread fails and spoils the capture, except in a
 thread that is `beside` the queue: `CudaQueue.beside` asks CUDA to ignore captures.
 """
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laststep.ranks.device import DeviceQueue, DeviceThread, Event
+from laststep.ranks.device import DeviceQueue, DeviceThread, Event, Ways
 from tests.support.project import DEADLINE_S
 
 T = TypeVar("T")
@@ -33,8 +34,8 @@ class ScriptedQueue(DeviceQueue):
 
     runs_ahead = True
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None = None, past: bool = False) -> None:
+        self.capacity, self.past = capacity, past
         self.full = False  # whether a thread waits to queue something
         self.driver = threading.RLock()  # held during each call
         self.capturing = self.spoiled = False  # whether a stream captures a graph, and whether that has failed
@@ -46,6 +47,7 @@ class ScriptedQueue(DeviceQueue):
         self._beside = threading.local()  # of the threads that queue beside the training: the device does that at once
         self._moved = threading.Condition(threading.RLock())
         self._thread = None if capacity is None else DeviceThread(self.beside)
+        self._ways = Ways(self._thread, DeviceThread(contextlib.nullcontext)) if self._thread and past else None
 
     def work(self, effect: Callable[[], None] = NOTHING) -> None:
         """Queue work on the device's memory. Waits while the queue is full, and holds the driver's lock."""
@@ -91,7 +93,7 @@ class ScriptedQueue(DeviceQueue):
         yield
         self.capturing = False
 
-    def event(self) -> ScriptedEvent:
+    def event(self, asked: bool = True, waited: bool = True) -> ScriptedEvent:
         self.call()
         return ScriptedEvent(self)
 
@@ -108,15 +110,26 @@ class ScriptedQueue(DeviceQueue):
         finally:
             self._beside.now = before
 
-    def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
+    @property
+    def takes_launches(self) -> bool:
+        return self._thread is None or not self._thread.is_stuck
+
+    def look(self, work: Callable[[], T]) -> T:
+        return work() if self.past else self.launch(work)
+
+    def launch(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         if self._thread is None:  # each call returns at once
             with self.beside():
                 return work()
         return self._thread.ask(work, timeout_s)
 
+    def read(self, work: Callable[[], T]) -> T:
+        return self.launch(work) if self._ways is None else self._ways.read(work)
+
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        for ended in (self._ways, self._thread):
+            if ended is not None:
+                ended.close()
 
     @property
     def is_beside(self) -> bool:
@@ -156,6 +169,8 @@ class ScriptedEvent(Event):
         self._queue.work()
 
     def query(self) -> bool:
+        if self._queue.past:
+            return self._queue.done >= self.place
         self._queue.call()
         if self._queue.capturing and not self._queue.is_beside:
             self._queue.spoiled = True
@@ -173,8 +188,8 @@ class RewoundQueue(ScriptedQueue):
     """For a real loop: the CPU computes at once what a device would compute later. So the contents of the device's
     memory are noted at each mark, and `rewind` puts back those of the last one that the device has passed."""
 
-    def __init__(self, capacity: int | None = None) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: int | None = None, past: bool = False) -> None:
+        super().__init__(capacity, past)
         self.memory: Callable[[], Sequence[Tensor]] = list  # the tensors that the device changes in place
         self._notes: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
         self.on_mark = self._note

@@ -37,8 +37,8 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 class Disturbed:
     """A loop whose device hangs in the collective of one step. The thread that trains is left alone with it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int | None = None) -> None:
-        self.queue = RewoundQueue(capacity)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capacity: int | None = None, past: bool = False) -> None:
+        self.queue = RewoundQueue(capacity, past)
         monkeypatch.setattr("laststep.loops.engine.open_queue", lambda device: self.queue)
         monkeypatch.setattr("laststep.loops.measured.start_copy_to_host", self.start_copy_to_host)
 

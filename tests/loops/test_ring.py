@@ -243,7 +243,7 @@ def test_an_error_of_a_capture_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> N
     one of the device."""
     training = Training()
     assert training.to(2 * PER_STEP, PER_STEP)
-    monkeypatch.setattr(training.queue, "ask", lambda work: work())
+    monkeypatch.setattr(training.queue, "look", lambda work: work())
     assert training.ring.passed() == 4
     with training.queue.captures():
         assert training.ring.passed() == 4
@@ -252,6 +252,6 @@ def test_an_error_of_a_capture_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(work: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(training.queue, "ask", fails)
+    monkeypatch.setattr(training.queue, "look", fails)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         training.ring.passed()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ EVERYTHING = [
 ]  # fmt: skip
 FAULTY = ("task=tests.support.tasks.Faulty", "launch.hang_timeout_s=5", "launch.max_failures=9")
 KILLED = -signal.SIGKILL
+Before = Callable[[], None] | None  # what each rank calls first
 
 
 def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Config:
@@ -40,20 +42,22 @@ def config(root: Path, name: str, ranks: int, options: tuple[str, ...]) -> Confi
     return Config.load(None, [*SMALL, *wide, *options, *words])
 
 
-def undisturbed(ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
+def undisturbed(ranks: int, options: tuple[str, ...], before: Before = None) -> dict[str, Any]:
     """The fingerprint of such a run, undisturbed."""
-    return undisturbed_run(config(Path("unused"), "unused", ranks, options))
+    return undisturbed_run(config(Path("unused"), "unused", ranks, options), before)
 
 
-def stop_and_resume(root: Path, name: str, ranks: int, options: tuple[str, ...], place: str) -> None:
+def stop_and_resume(
+    root: Path, name: str, ranks: int, options: tuple[str, ...], place: str, before: Before = None
+) -> None:
     """Stop a run at `place` (see tests.support.tasks.Signalled), resume it, and compare it with the undisturbed one."""
-    expected = undisturbed(ranks, options)
+    expected = undisturbed(ranks, options, before)
     small = config(root, name, ranks, options)
-    stopped = Attempt(small, {"LASTSTEP_TEST_SIGNAL": place})
+    stopped = Attempt(small, {"LASTSTEP_TEST_SIGNAL": place}, before=before)
     codes = stopped.wait()
     number = signal.Signals[place.split()[0]]
     assert codes == [128 + number] * ranks, f"a stop, on every rank:\n{stopped.output()}"
-    run = train(small)
+    run = train(small, before=before)
     assert [a["lost_steps"] for a in read_lines(run.attempts)] == [0, 0]
     assert reasons(run)[-1] == "finished"
     assert fingerprint(run) == expected
@@ -87,14 +91,14 @@ def only(attempt: Attempt) -> dict[str, Any]:
     return record
 
 
-def undisturbed_run(config: Config) -> dict[str, Any]:
+def undisturbed_run(config: Config, before: Before = None) -> dict[str, Any]:
     """The fingerprint of an undisturbed run with this configuration except for `launch`: only the number of ranks
     matters. All tests that ask for the same run share it.
 
     The tasks of tests/support/tasks and tests/gpu/tasks change nothing about an undisturbed run, so it is trained with
     the task that they derive from.
     """
-    return _trained(_undisturbed(config))
+    return _trained(_undisturbed(config), before)
 
 
 def undisturbed_folder(config: Config) -> RunDir:
@@ -114,12 +118,12 @@ def _undisturbed(config: Config) -> Config:
     return dataclasses.replace(plain, launch=dataclasses.replace(launch, name=name))
 
 
-def _trained(config: Config) -> dict[str, Any]:
+def _trained(config: Config, before: Before = None) -> dict[str, Any]:
     name = str(config.launch.name)
     found = shared_folder() / f"{name}.json"
     with shared_lock(name):
         if not found.exists():
-            found.write_text(json.dumps(fingerprint(train(config))))
+            found.write_text(json.dumps(fingerprint(train(config, before=before))))
         known: dict[str, Any] = json.loads(found.read_text())
     return known
 

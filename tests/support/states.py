@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from laststep.checkpoint.files import StateChanged, Stripe
-from laststep.checkpoint.frozen import FrozenState
+from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.pack import map_tensors
 from laststep.checkpoint.store import CheckpointStore, shard_name
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo, reason_of
@@ -79,7 +79,7 @@ def frozen_state(
 ) -> FrozenState:
     """A state that nothing changes any more."""
     buffer = torch.empty(WRITE_BYTES, dtype=torch.uint8)
-    return FrozenState(store, info, state, world_size, before_commit, buffer, is_whole=lambda: True)
+    return FrozenState(store, info, state, world_size, before_commit, ChunkBuffers(buffer), is_whole=lambda: True)
 
 
 def save_alone(
