@@ -29,6 +29,7 @@ LIBRARY = "libcuda.so.1"
 SUCCESS, NOT_READY = 0, 600  # CUresult
 RELAXED = 2  # CUstreamCaptureMode
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that cuIpcOpenMemHandle takes
+COMPUTE_MODE, EXCLUSIVE_PROCESS = 20, 3  # CUdevice_attribute, CUcomputemode
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
@@ -75,6 +76,12 @@ class CudaDriver:
         handle = _Handle()
         status = self._library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle) if status == SUCCESS else None
+
+    def is_exclusive(self, device: int) -> bool:
+        """Whether a device takes one process alone (`nvidia-smi -c EXCLUSIVE_PROCESS`)."""
+        mode = ctypes.c_int()
+        status = self._library.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device)
+        return status == SUCCESS and mode.value == EXCLUSIVE_PROCESS
 
     @contextlib.contextmanager
     def ignoring_captures(self) -> Iterator[None]:

@@ -67,6 +67,7 @@ from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import MetricsFile
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
+from laststep.say import say
 
 if TYPE_CHECKING:
     from laststep.loops.learner import LateUpdate
@@ -154,6 +155,8 @@ class Engine:
         self.startup, run, world = context.phases, context.run, context.group.world
         self._open_ring(self.group.device)
         self.rank, self.size = world.rank, world.size
+        if self.rank == 0 and (spot := self.queue.blind_spot):
+            say(f"WARNING: if a rank dies, the steps since the last save are lost: {spot}")
         self.place = ShardPlace(0, 1, self.rank, self.size)  # which shard of the state this rank holds
         self.store = context.store
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)

@@ -275,6 +275,11 @@ class DeviceQueue:
         """The same for what only reads the device's memory, which is possible in more cases."""
         return work()
 
+    @property
+    def blind_spot(self) -> str:
+        """Why the device's memory cannot be read once its driver does not answer; empty if it can."""
+        return ""
+
     def note_memory(self) -> None:
         """An update has been queued: the device's memory may be elsewhere than before."""
 
@@ -379,6 +384,7 @@ class CudaQueue(DeviceQueue):
         self._free_cells = iter(range(MARKS))
         self._has_marks = self._driver is not None and self._can_mark(self._driver)
         self._memory = None if self._driver is None else MappedMemory(device, self._driver)
+        self.note_memory()
         past = None if self._memory is None else DeviceThread(self._elsewhere)
         self.ways = Ways(DeviceThread(self.beside), past)
 
@@ -425,6 +431,10 @@ class CudaQueue(DeviceQueue):
     def read(self, work: Callable[[], T]) -> T:
         return self.ways.read(work)
 
+    @property
+    def blind_spot(self) -> str:
+        return "it is not CUDA's" if self._memory is None else self._memory.lack
+
     def note_memory(self) -> None:
         if self._memory is not None:
             self._memory.note()
@@ -458,6 +468,15 @@ class MappedMemory(TorchFunctionMode):
         self._starts: list[int] = []  # of torch's segments of the device's memory, in order
         self._segments: list[tuple[int, int, bytes]] = []  # each from its start to its end, and its handle
         self._noted_at, self._notes, self._known = -NOTED_EVERY_S, 0, (-1, -1)
+
+    @property
+    def lack(self) -> str:
+        """Why no other process can read, as far as is known; empty if one can."""
+        if self._driver.is_exclusive(self._device.index or 0):
+            return "the GPU takes one process alone (compute mode exclusive)"
+        if not self._segments:
+            return "torch's memory has no IPC handles, as with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+        return ""
 
     def note(self) -> None:
         """In the thread that trains, after an update: note where torch's memory is, if that may have changed."""

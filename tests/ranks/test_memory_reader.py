@@ -171,6 +171,17 @@ def test_where_torchs_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory._segments == [(1024, 1029, b"c"), (4096, 4106, b"a")]
 
 
+def test_what_cannot_be_read_is_said_at_the_start(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the user learns of it when steps are lost."""
+    memory = MappedMemory(torch.device("cuda", 0), CudaDriver(driver.library))
+    assert "expandable_segments" in memory.lack
+    memory._segments = [(0, 1, b"")]
+    assert memory.lack == ""
+    driver.set("compute_mode", 3)
+    assert "one process alone" in memory.lack
+    driver.set("compute_mode", 0)
+
+
 def test_the_second_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The driver is asked first, and the other way is taken only while it does not answer. A call that was given up may
     end late: what it writes then must not be what was read in the other way."""
