@@ -35,7 +35,10 @@ int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal == 7 ? 101 : 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &status; return 0; }
 int compute_mode = 0;
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 20 ? compute_mode : -1; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 20 ? compute_mode : -1;
+    return 0;
+}
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuMemHostRegister_v2(void *memory, size_t size, unsigned flags) { return 1; }
 int cuIpcOpenMemHandle_v2(uint64_t *base, Handle handle, unsigned flags) {

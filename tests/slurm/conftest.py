@@ -10,9 +10,17 @@ import pytest
 
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.desk import Desk
-from tests.slurm.user import User
+from tests.slurm.user import User, begun, end_what_began
 from tests.support.needs import require, require_program
 from tests.support.project import SILENT_PATH
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_at_work() -> Iterator[None]:
+    """What a test has begun ends with it, and a failed one shows what that has printed."""
+    before = len(begun)
+    yield
+    end_what_began(before)
 
 
 @pytest.fixture(scope="session")

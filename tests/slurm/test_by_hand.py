@@ -120,7 +120,7 @@ def test_what_is_wrong_is_not_requeued(desk: Desk) -> None:
     desk.types("wrong", (*SRUN, "seed=7"), words=(*SMALL, "train.max_steps=1"))
     desk.waits_for("wrong", "error: seed=7: wrong was started with 0, and a run keeps its values")
     name = ("squeue", "--noheader", "--states=all", "--name=wrong", "--Format=exit_code,state,restartcnt")
-    desk.cluster.wait_for(lambda: "FAILED" in desk.cluster.run(*name), 30, "the job did not end")
+    desk.cluster.wait_for(lambda: "FAILED" in desk.cluster.run(*name), DEADLINE_S, "the job did not end")
     exit_code, *others = desk.cluster.run(*name).split()
     assert exit_code in (str(2 << 8), "2:0")  # Slurm 22.05, and newer versions
     assert others == ["FAILED", "0"]
@@ -146,7 +146,9 @@ def test_a_job_that_may_not_be_requeued(desk: Desk) -> None:
     desk.waits_for("once", "holds in its step 8", times=2)
     desk.stops("once", "scancel --signal=USR2")
     desk.waits_for("once", "every step is saved, start the run again under the same name to continue")
-    desk.cluster.wait_for(lambda: not desk.cluster.run("squeue", "-h", "--name=once"), 60, "the job did not end")
+    desk.cluster.wait_for(
+        lambda: not desk.cluster.run("squeue", "-h", "--name=once"), DEADLINE_S, "the job did not end"
+    )
     desk.types("once", once, words=TWO_EPOCHS)
     first, _ = finishes(desk, "once", attempts=2)
     assert (first["end_step"], first["lost_steps"]) == (8, 0)

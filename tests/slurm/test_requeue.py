@@ -118,7 +118,7 @@ def test_signalled_before_python_runs(user: User, tmp_path: Path) -> None:
     words = ("--name", "early", SHORT, f"launch.python={slow} {user.python}", "launch.max_failures=0")
     following = user.begins(*TWO_RANKS, *words, "--follow")
     started = [tmp_path / "0", tmp_path / "1"]
-    user.cluster.wait_for(lambda: all(file.exists() for file in started), 60, "the ranks do not start")
+    user.waits("early", lambda: all(file.exists() for file in started), "has not started its ranks")
     user.cluster.run("scancel", "--signal", "USR2", user.job_of("early"))
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said

@@ -22,6 +22,21 @@ from tests.support.project import DEADLINE_S, PROJECT
 T = TypeVar("T")
 
 
+begun: list[subprocess.Popen[str]] = []  # what the users of this test process have begun
+
+
+def end_what_began(after: int) -> None:
+    """Kill what is left at work of what has begun since so many had, and print what it has printed."""
+    while len(begun) > after:
+        process = begun.pop()
+        if process.poll() is None:
+            process.kill()
+            said, _ = process.communicate(timeout=DEADLINE_S)
+            print(f"{process.args} was still at work, and had printed:\n{said}")
+        elif process.stdout is not None:
+            process.stdout.close()
+
+
 class User:
     """A user of a cluster, who works in the project's folder or in one of their own.
 
@@ -55,9 +70,12 @@ class User:
     def begins(self, *words: str) -> subprocess.Popen[str]:
         """Start `python launch.py WORDS`."""
         command = [self.python, self.program, *words, f"launch.root={self.root}"]
-        return subprocess.Popen(
-            command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        begun.append(
+            subprocess.Popen(
+                command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
         )
+        return begun[-1]
 
     def run(self, name: str) -> RunDir:
         """The folder of the run with this name."""
