@@ -241,7 +241,7 @@ def test_a_slow_disk_does_not_slow_steps_down(metrics: MetricsFile, disk: Callab
     for step in range(500):
         metrics.append([{"step": step + 1}])
     took_s = time.perf_counter() - began
-    assert took_s < 5, f"500 steps took {took_s:.1f} s"
+    assert took_s < 10, f"500 steps took {took_s:.1f} s"
     metrics.sync()
     assert steps(metrics.path) == list(range(1, 501))
 

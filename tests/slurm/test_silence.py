@@ -18,7 +18,7 @@ from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint, pause
 
 NEVER = "checkpoint.every_epochs=null"  # so a step that is not rescued is lost
-WITHIN_S = 10.0  # three seconds on an idle machine, see benchmarks/restart.py; the tests share theirs
+WITHIN_S = 25.0  # three seconds on an idle machine, see benchmarks/restart.py; a hang is noticed after a minute
 
 
 @pytest.mark.parametrize("rank", [1, 0])

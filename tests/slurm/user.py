@@ -32,7 +32,7 @@ def end_what_began(after: int) -> None:
         if process.poll() is None:
             process.kill()
             said, _ = process.communicate(timeout=DEADLINE_S)
-            print(f"{process.args} was still at work, and had printed:\n{said}")
+            print(f"{process.args!r} was still at work, and had printed:\n{said}")
         elif process.stdout is not None:
             process.stdout.close()
 

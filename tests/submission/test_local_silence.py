@@ -23,7 +23,7 @@ from tests.support.ranks import fingerprint, pause, reasons
 from tests.support.runs import undisturbed_run
 
 WORDS = (*SLOW_STEPS, "train.max_steps=100", "checkpoint.every_epochs=null", "launch.tasks_per_node=2")
-WITHIN_S = 10.0  # three seconds on an idle machine, see benchmarks/restart.py; the tests share theirs
+WITHIN_S = 25.0  # three seconds on an idle machine, see benchmarks/restart.py; a hang is noticed after a minute
 
 
 @pytest.mark.parametrize("rank", [1, 0])
