@@ -55,6 +55,17 @@ def test_needs_no_option(slurm: Path, here: Path, capfd: pytest.CaptureFixture[s
     assert "\ntask: digits.Digits\n" in said and "#SBATCH --nodes=2\n" in said
 
 
+def test_a_misspelt_setting_of_its_own(slurm: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is refused as it is typed: a sweep of it would be the same run again and again."""
+    (here / "configs").unlink()
+    assert main(["init"]) == 0
+    capfd.readouterr()
+    for words in (["args.widht=64"], ["--local", "args.widht=64"], ["sweep", "args.widht=16,32"]):
+        assert main(words) == 2
+        assert "args.widht" in (said := capfd.readouterr().err) and "did you mean width?" in said
+    assert not (here / "runs").exists()
+
+
 def test_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing in it must be edited first; after one epoch of ten it reads most digits. The run can be evaluated in any
     folder, since it is known in which one its code is."""

@@ -1,5 +1,6 @@
 """What to train: a small convolutional network that reads handwritten digits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,17 @@ from laststep import Task
 from laststep.data.catalog import MNIST_5K  # the folder of 5,000 digits that come with Laststep
 
 
+@dataclass
+class Settings:
+    """Settings of this task: `laststep --local args.width=64`, or `laststep sweep args.width=16,32`."""
+
+    width: int = 32  # channels of the first block; the second has twice as many
+
+
 class Digits(Task):
     """Laststep does the rest: batches, optimiser, learning rate, validation, checkpoints."""
 
+    settings = Settings
     reads = ()  # nothing of `model` and `data`, so `model.name=resnet18`, which would change nothing, is refused
 
     def datasets(self) -> tuple[TensorDataset, TensorDataset]:
@@ -23,7 +32,9 @@ class Digits(Task):
 
     def model(self) -> nn.Module:
         """The model, with its initial weights."""
-        return nn.Sequential(*block(1, 32), *block(32, 64), nn.Flatten(), nn.Dropout(0.25), nn.Linear(64 * 7 * 7, 10))
+        width = self.args.width
+        head = nn.Flatten(), nn.Dropout(0.25), nn.Linear(2 * width * 7 * 7, 10)
+        return nn.Sequential(*block(1, width), *block(width, 2 * width), *head)
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The loss to minimise, and further metrics, of one batch."""
