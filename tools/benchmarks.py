@@ -5,6 +5,7 @@ Run `python -m tools.benchmarks` after a benchmark has written other figures; te
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,7 @@ else is said, no GPU.
 
 {figures}
 
-On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts; none was available so far.
+On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts. {gpu}
 """
 
 Row = tuple[str, str, str]
@@ -59,6 +60,21 @@ def page() -> str:
         torch=" and ".join(sorted({measured["torch"] for measured in of.values()})),
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),
+        gpu=_gpu(json.loads((RESULTS / "gpu.json").read_text())["gpu"]),
+    )
+
+
+def _gpu(of: Any) -> str:
+    """What was measured on a GPU: saves of 2 GB."""
+    if not isinstance(of, dict) or "saves" not in of:
+        return "None was available so far."
+    saves = of["saves"]
+    first, later, torch_save = (saves["2 GB"][name] for name in ("the first", "those after it", "torch.save and fsync"))
+    where = f"{saves['device']} ({saves['cores']} cores, torch {saves['torch']}, {saves['date']}, beside other tests)"
+    return (
+        f"On one {where} a\nsave of 2 GB stalls the training for {later['stall_s']:.2f} s, the first one, which pins its "
+        f"buffer, for {first['stall_s']:.2f} s,\nand is on the disk after {later['write_s']:.1f} s; `torch.save` and fsync "
+        f"stall it for {torch_save['stall_s']:.1f} s."
     )
 
 

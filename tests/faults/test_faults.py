@@ -36,7 +36,7 @@ FIRST, SECOND = Attempt("7", 0), Attempt("7", 1)
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", [2, 8])
 def test_runs_come_back_from_faults(count: int) -> None:
     """The project's promise, in short: `make chaos N=200` is the long form."""
     require(missing())

@@ -124,12 +124,14 @@ QUICK = (
 # test, or all where none is named. `make test-long` runs these alone: before a release, or after a change to what they
 # test.
 LONG: dict[str, list[str]] = {
+    "attempt/test_attempt.py::test_the_rank_that_slows_the_others_down_is_named": ["not one"],
     "attempt/test_compiler.py::test_compiled_code_where_locks_do_not_work": [],
     "attempt/test_network_disk.py::test_the_next_attempt_begins_at_the_rescued_step": ["kill step 6 rank 1"],
     "attempt/test_rescue.py::test_killed_in_the_save_of_a_stop": ["2-1"],
     "attempt/test_rescue.py::test_killed_while_metrics_are_being_read": ["1"],
     "attempt/test_rescue.py::test_stuck": ["halt step 10 rank 1"],
     "attempt/test_restore.py::test_a_listing_that_fails_for_a_moment": ["EACCES"],
+    "attempt/test_sharded_rescue.py::test_one_behind_in_a_hybrid_run": [],
     "attempt/test_sharded_rescue.py::test_no_step_is_lost": [
         "train.sharding-kill step 5 rank 0",
         "checkpoint.replicas-kill step 5 rank 3",
@@ -178,12 +180,15 @@ LONG: dict[str, list[str]] = {
     "loops/test_hooks.py::test_exact": ["kill-second-set-env2-7", "kill-one-after-hook-env5-7"],
     "loops/test_sharding.py::test_compiled": [],
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
-    "proof/test_ports.py::test_proved": ["ppo"],
+    "loops/test_shares.py::test_one_and_two_ranks": ["compiled"],
+    "proof/test_ports.py::test_proved": ["imagenet", "references", "diffusion", "webdataset", "ppo"],
     "proof/test_ports.py::test_resumed": ["ppo"],
     "proof/test_prove.py::test_accumulation_is_exact": [],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_interrupted": ["15"],
     "ranks/test_network.py::test_ranks_meet_over_a_real_link": ["no names", "env", "tcp IPv6"],
+    "slurm/test_by_hand.py::test_every_rank_and_srun_are_killed": [],
+    "slurm/test_by_hand.py::test_torchrun_starts_a_killed_rank_again": [],
     "slurm/test_by_hand.py::test_one_run_under_three_launchers": [],
     "slurm/test_by_hand.py::test_ranks_that_have_no_scontrol": [],
     "slurm/test_by_hand.py::test_a_users_script_restarts_the_ranks": ["torchrun.sbatch"],
@@ -218,6 +223,7 @@ LONG: dict[str, list[str]] = {
     "submission/test_local.py::test_image_folder": [],
     "submission/test_local.py::test_mnist_from_a_folder": [],
     "submission/test_local_silence.py::test_a_killed_rank": ["1"],
+    "test_gpu_check.py::test_a_real_part": [],
 }
 
 
