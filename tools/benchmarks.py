@@ -6,6 +6,7 @@ Run `python -m tools.benchmarks` after a benchmark has written other figures; te
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -36,7 +37,7 @@ else is said, no GPU.
 
 {figures}
 
-On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts. {gpu}
+{gpu}
 """
 
 Row = tuple[str, str, str]
@@ -60,7 +61,11 @@ def page() -> str:
         torch=" and ".join(sorted({measured["torch"] for measured in of.values()})),
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),
-        gpu=_gpu(json.loads((RESULTS / "gpu.json").read_text())["gpu"]),
+        gpu=textwrap.fill(
+            "On a machine with a GPU, `python -m benchmarks.gpu` measures throughput, saves and starts. "
+            + _gpu(json.loads((RESULTS / "gpu.json").read_text())["gpu"]),
+            width=120,
+        ),
     )
 
 
@@ -70,11 +75,11 @@ def _gpu(of: Any) -> str:
         return "None was available so far."
     saves = of["saves"]
     first, later, torch_save = (saves["2 GB"][name] for name in ("the first", "those after it", "torch.save and fsync"))
-    where = f"{saves['device']} ({saves['cores']} cores, torch {saves['torch']}, {saves['date']}, beside other tests)"
     return (
-        f"On one {where} a\nsave of 2 GB stalls the training for {later['stall_s']:.2f} s, the first one, which pins its "
-        f"buffer, for {first['stall_s']:.2f} s,\nand is on the disk after {later['write_s']:.1f} s; `torch.save` and fsync "
-        f"stall it for {torch_save['stall_s']:.1f} s."
+        f"On one {saves['device']} ({saves['cores']} cores, torch {saves['torch']}, {saves['date']}, beside other tests) "
+        f"a save of 2 GB stalls the training for {later['stall_s']:.2f} s, the first one, which pins its buffer, for "
+        f"{first['stall_s']:.2f} s, and is on the disk after {later['write_s']:.1f} s; `torch.save` and fsync stall it "
+        f"for {torch_save['stall_s']:.1f} s."
     )
 
 
