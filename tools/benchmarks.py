@@ -76,8 +76,9 @@ def _gpu(of: Any) -> str:
     saves = of["saves"]
     first, later, torch_save = (saves["2 GB"][name] for name in ("the first", "those after it", "torch.save and fsync"))
     return (
-        f"On one {saves['device']} ({saves['cores']} cores, torch {saves['torch']}, {saves['date']}, beside other tests) "
-        f"a save of 2 GB stalls the training for {later['stall_s']:.2f} s, the first one, which pins its buffer, for "
+        f"On one {saves['device']} ({saves['cores']} cores, torch {saves['torch']}, {saves['date']}, beside other "
+        f"tests) a "
+        f"save of 2 GB stalls the training for {later['stall_s']:.2f} s, the first one, which pins its buffer, for "
         f"{first['stall_s']:.2f} s, and is on the disk after {later['write_s']:.1f} s; `torch.save` and fsync stall it "
         f"for {torch_save['stall_s']:.1f} s."
     )
