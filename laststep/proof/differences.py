@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -122,8 +124,26 @@ def unsteady(one: Probed, other: Probed) -> set[str]:
     if any(difference.what != "beside" for difference in _steps(one, other)):
         return set()
     names = {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)}
-    names |= {name for before, line in _pairs(one, other, 0) for name in _differing(before["state"], line["state"])}
-    return names - {"step", "epoch"}
+    noted: set[str] = set()
+    for before, line in _pairs(one, other, 0):
+        noted |= before["state"].keys()
+        names |= set(_differing(before["state"], line["state"]))
+    sequences = _sequences(names, noted)
+    return {*_counted(names, sequences), *sequences} - {"step", "epoch"}
+
+
+def _sequences(differing: Collection[str], noted: Collection[str]) -> set[str]:
+    """Patterns of all entries of the sequences of which most entries differ: one of many durations may be the same in
+    two runs by chance, and another in a third run."""
+    most = Counter(_sequence(name) for name in differing)
+    of = Counter(_sequence(name) for name in noted)
+    return {f"{escape(name)}.*" for name, count in most.items() if name and 2 * count > of[name]}
+
+
+def _sequence(name: str) -> str:
+    """The sequence that a value is an entry of, empty if it is of none."""
+    before, _, last = name.rpartition(".")
+    return before if last.isdecimal() else ""
 
 
 def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Iterator[Difference]:

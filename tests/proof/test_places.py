@@ -149,6 +149,22 @@ def test_a_clock_in_the_metrics() -> None:
     assert difference is not None and difference.names == ("loss",)
 
 
+def test_a_sequence_of_durations() -> None:
+    """As in the statistics of an environment. One of them is the same in two undisturbed runs by chance, and differs in
+    the third: the proof of an exact run failed one time in ten. An entry that is no duration still counts."""
+
+    def run(times: list[float], pair: list[float] = [1.0, 7.0]) -> Probed:  # noqa: B006
+        state = {f"game.times.{place}": str(value) for place, value in enumerate(times)}
+        state |= {f"game.pair.{place}": str(value) for place, value in enumerate(pair)}
+        return probed(a_step(1, state=state, beside=[*state]))
+
+    undisturbed, again = run([0.1, 0.2, 0.3, 0.4], [1.0, 7.0]), run([0.5, 0.2, 0.6, 0.7], [2.0, 7.0])
+    ignored = unsteady(undisturbed, again)
+    assert first_difference(undisturbed, run([0.8, 0.9, 0.3, 0.1]), ignored) is None
+    difference = first_difference(undisturbed, run([0.1, 0.2, 0.3, 0.4], [3.0, 8.0]), ignored)
+    assert difference is not None and difference.names == ("game.pair.1",)
+
+
 def test_state_that_differs_by_rank() -> None:
     run = Probed([[a_step(1)], [a_step(1, **OTHER_STATE)]], [], [])
     difference = differs_by_rank(run)
