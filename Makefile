@@ -35,10 +35,11 @@ check-docs: $(VENV)/installed-dev system-packages  ## whether each page and pict
 test-fast: $(VENV)/installed-dev  ## after each edit: the quick tests, without Slurm, root or system packages
 	$(BIN)/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow and not retyped" $(PYTEST_ARGS)
 
-# The oldest torch that setup.cfg promises. A warning of torch's fails a test, here as in all targets.
-OLDEST := torch==2.11.* torchvision==0.26.*
-test-oldest: .venv-oldest/installed  ## the quick tests on the oldest torch that is promised, in .venv-oldest (6 GB)
+# The oldest torch and frameworks that setup.cfg promises. A warning of torch's fails a test, here as in all targets.
+OLDEST := torch==2.11.* torchvision==0.26.* lightning==2.5.* transformers==5.0.* accelerate==1.6.* trl==1.0.* peft==0.18.*
+test-oldest: .venv-oldest/installed  ## the quick tests, and those of frameworks, on the oldest versions that are promised
 	.venv-oldest/bin/python -m pytest -n auto $(GROUPED) -m "not gpu and not slow and not retyped" $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest -n 2 $(GROUPED) -m "slow and not long" $(PYTEST_ARGS) tests/frameworks
 
 .venv-oldest/installed: setup.cfg pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

@@ -182,7 +182,6 @@ LONG: dict[str, list[str]] = {
     "loops/test_sizes.py::test_one_four_three_two_ranks": ["2"],
     "loops/test_shares.py::test_one_and_two_ranks": ["compiled"],
     "proof/test_ports.py::test_proved": ["imagenet", "references", "diffusion", "webdataset", "ppo"],
-    "proof/test_ports.py::test_resumed": ["ppo"],
     "proof/test_prove.py::test_accumulation_is_exact": [],
     "proof/test_prove.py::test_broken_rules": ["draws_in_shares-said5"],
     "proof/test_prove.py::test_interrupted": ["15"],
