@@ -189,6 +189,10 @@ def test_a_stale_picture_is_found() -> None:
     )
     assert pictures.stale(kept, now) == []
     assert pictures.stale(kept, now.replace("folder", "in")) == ["- folder PATH", "+ in PATH"]
+    cut = "nan-lr  failed  step 2: the loss is not fin…\nwide  queued  starts 21:27:32, Resour…"
+    assert pictures.stale(cut, cut.replace(" not fin…", "…").replace("Resour…", "Re…")) == []
+    assert pictures.stale(cut, cut.replace("failed", "lost")) != []
+    assert pictures.stale(now, f"{now}\n[laststep 11:30:08] epoch 1  step 63  train_loss 0.5") == []
 
 
 def test_the_recording_opens_on_a_frame_that_shows_something() -> None:
