@@ -142,6 +142,7 @@ class CustomLoop(Loop):
         self._samples = 0  # of the open step, over all ranks
         self._checks: StepChecks  # from run.restore(...) on
         self._warned = False  # of an update before the steps
+        self._several_updates = False  # whether a step has made more than one
         self._modes = Modes(self.engine.progress.say)
         self.loaders = UserLoaders(self.group, self.config.task, self.shares.here)
         self.streams = Streams(self.group, self.config.seed, self.shares.total)
@@ -505,6 +506,8 @@ class CustomLoop(Loop):
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
             self._move(Event.UPDATE)
+        else:
+            self._several_updates = True
         registered.buffers.commit()
 
     def _end_step(self, ends_epoch: bool) -> None:
@@ -519,8 +522,12 @@ class CustomLoop(Loop):
         registered.snapshot()
         validation = self._take_validation()
         streams = self.streams.snapshot(self.engine.position.streams)
+        logged = self._logged.end_step()
+        if self._several_updates:
+            self._logged.sync_steps()  # a rank that saves its copy must know what rank 0 has logged after the update
+            self.engine.keep_own_copies()
         modes = self._modes.fingerprint
-        self.engine.end_update(self._logged.end_step(), self._samples, batches=1, modes=modes, streams=streams)
+        self.engine.end_update(logged, self._samples, batches=1, modes=modes, streams=streams)
         self._move(Event.STEP_ENDS)
         self.streams.exchange(self.engine.position.step)
         self.engine.step_done(self._samples, ends_epoch)

@@ -45,6 +45,7 @@ from torch import Tensor
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.manager import RETRY_LAST_S, CheckpointManager, Position
+from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
@@ -53,7 +54,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.reads import GivenKeys
 from laststep.loops.measured import Measured, Readback
-from laststep.loops.snapshot import Copies, HostSnapshot, Ring, StepSnapshot, open_link
+from laststep.loops.snapshot import MOST_COPIED, Copies, HostSnapshot, Ring, StepSnapshot, open_link
 from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
@@ -197,7 +198,8 @@ class Engine:
         self._frozen_live = False  # whether what this rank trains with is whole, and frozen
         self._torn = False  # whether a rescue has begun an update of it that it has not ended
         self.late_update: LateUpdate | None = None  # where a rescue may do one
-        self.copies: Copies | None = None  # with checkpoint.replicas
+        self.copies: Copies | None = None  # with checkpoint.replicas, or where a step makes several updates
+        self._needs_no_copy = False
         self._chunks = ChunkBuffers(self.queue.host_buffer(WRITE_BYTES))
         self.restored = False  # whether there is a state worth saving
         self.rescuable = True  # whether a rank alone has all of the state
@@ -265,6 +267,24 @@ class Engine:
             patience_s = self.config.launch.hang_timeout_s / 2
             self.copies = Copies(link, self.place, self.group.device, settings.replica_every_steps, patience_s)
             self._closing.callback(self.copies.close)
+
+    def keep_own_copies(self) -> None:
+        """The loop's steps make several updates each: keep copies of the last steps, if a rescue may need them, see
+        `Copies`. Call it before `end_update`."""
+        if self.copies is not None or self._needs_no_copy or self.size == 1 or self.place.shards > 1:
+            return
+        self._needs_no_copy = True  # asked once
+        if not self.rescuable:
+            return
+        size = Packed(self._checkpoint_state(), self.place).bytes
+        if size <= MOST_COPIED:
+            self.copies = Copies(None, self.place, self.group.device, 1, 0.0)
+        elif self.rank == 0:
+            say(
+                "WARNING: a step of this loop makes several updates, and a state of "
+                f"{size / 1e9:.1f} GB is too large to copy after each step: if a rank dies between two updates, the "
+                "steps since the last save are lost"
+            )
 
     def check_given(self, given: GivenKeys, among: Collection[str] = ("",)) -> None:
         """Raise ConfigError on every rank for a key, in the sections `among`, that the user has set and that rank 0 has
@@ -385,6 +405,7 @@ class Engine:
                     self.readback.read_now(step),
                 )
             copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
+            copies.pace(step)
         if copies.is_due(step + 1):
             copies.complete()
 
@@ -459,6 +480,16 @@ class Engine:
     def can_advance(self) -> bool:
         """Whether `advance` may do an update."""
         return self.late_update is not None and not self.late_update.tried
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether what this rank trains with is no whole state. After `freeze`."""
+        return not self._frozen_live
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps this rank has done, as far as it knows without its device."""
+        return self.readback.first_step if self.queue.runs_ahead else self._position.step
 
     @property
     def gathered(self) -> Gathered | None:

@@ -20,6 +20,7 @@ threads go through `DeviceQueue`: `look` at the marks, `read` its memory, `launc
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -340,6 +341,8 @@ class OptimizerSnapshot:
         return {"state": state, "param_groups": groups}
 
 
+COPY_SHARE = 0.05  # of the time of the steps that own copies alone may take
+MOST_COPIED = 1 << 30  # bytes of a state that are copied without a word
 ARRIVES_S = 1.0  # how long a rescue waits for a copy that is on its way from a sender that lives
 
 
@@ -379,25 +382,39 @@ class Copies:
 
     A keeper that does not answer costs a warning and the copies, never the training.
 
+    Without a link there are only own copies, for a loop whose step makes several updates: while a rank waits between
+    two of them for a rank that has died, what it trains with is a mixture, and the copy is the step before. It is taken
+    as often as costs COPY_SHARE of the training; that differs between ranks, of which one is enough.
+
     `copied_s` and `waited_s` are how long training has stood still for them.
     """
 
     def __init__(
-        self, link: ReplicaLink, place: ShardPlace, device: torch.device, every_steps: int, patience_s: float
+        self, link: ReplicaLink | None, place: ShardPlace, device: torch.device, every_steps: int, patience_s: float
     ) -> None:
         self.copied_s = self.waited_s = 0.0  # how long training has stood still
+        # Without a link: the first step after which a copy is due, and since which step, and when, steps are timed.
+        self._next_step = 0
+        self._paced_from: tuple[int, float] | None = None
         self._link, self._place, self._device = link, place, device
         self._every_steps, self._patience_s = every_steps, patience_s
         self._lock = threading.Lock()  # guards the fields below
         self._own: list[OwnCopy] = []  # complete ones, at most two, the older first
         self._frozen = False
         self._warned = False
+        self._least_s = math.inf  # that a copy has taken
 
     # In the thread that trains
 
     def is_due(self, step: int) -> bool:
         """Whether a copy is taken at the end of this step."""
-        return step % self._every_steps == 0
+        return step >= self._next_step if self._link is None else step % self._every_steps == 0
+
+    def pace(self, step: int) -> None:
+        """Without a link: the copy after `step` is taken. Decide when the next one is due."""
+        began, began_at = self._paced_from = self._paced_from or (step, time.perf_counter())
+        step_s = (time.perf_counter() - began_at) / max(1, step - began)
+        self._next_step = step + max(1, math.ceil(self._least_s / (COPY_SHARE * step_s)) if step > began else 1)
 
     def take(self, position: Position, info: CheckpointInfo, state: Any, measured: Sequence[Measured]) -> None:
         """Copy this rank's shard of the state, and start to send it. Does not return once the copies are frozen.
@@ -417,11 +434,16 @@ class Copies:
         copy = OwnCopy(position, info, measured, False, spare, packed.structure)
         with self._lock:
             self._own.append(copy)
-        self._link.send(Copy(position.moment, copy.data))
-        self.copied_s += time.perf_counter() - began
+        if self._link is not None:
+            self._link.send(Copy(position.moment, copy.data))
+        took_s = time.perf_counter() - began
+        self._least_s = min(self._least_s, took_s)
+        self.copied_s += took_s
 
     def complete(self) -> None:
         """Wait until the keeper has the last copy. If it does not answer, training continues without copies there."""
+        if self._link is None:
+            return
         began = time.perf_counter()
         if not self._link.wait(self._patience_s):
             self._link.give_up(f"it has not answered for {self._patience_s:.0f} s")
@@ -453,7 +475,8 @@ class Copies:
         with self._lock:
             self._frozen = True
             uncounted = [copy.measured for copy in self._own if not copy.counted]
-        self._link.freeze(ARRIVES_S)
+        if self._link is not None:
+            self._link.freeze(ARRIVES_S)
         if uncounted:
             write(uncounted[-1])
 
@@ -474,16 +497,17 @@ class Copies:
 
     def kept(self) -> list[Copy]:
         """The last two copies of the sender. Call after `freeze`."""
-        return self._link.freeze(0.0)
+        return [] if self._link is None else self._link.freeze(0.0)
 
     @property
     def kept_shard(self) -> int:
         """The shard of which copies are kept here."""
-        return self._link.sender % self._place.shards
+        return 0 if self._link is None else self._link.sender % self._place.shards
 
     def close(self) -> None:
         """Send and keep nothing any more."""
-        self._link.close()
+        if self._link is not None:
+            self._link.close()
 
 
 def open_link(group: Group, place: ShardPlace) -> ReplicaLink:

@@ -433,7 +433,7 @@ def a_rank(root: Path, name: str, rank: int) -> AttemptState:
     state.engine = engine = Mock(name="engine")
     engine.position.step, engine.saves.saved.step, engine.saves.saving = 5, 3, None
     engine.position.moment, engine.rescuable = (5, 0, False, False), True
-    engine.can_advance = False
+    engine.can_advance, engine.has_lost_state, engine.steps_done = False, False, 5
     engine.freeze_copies.return_value, engine.gathered = [], None
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
     engine.saves.writer.buffer_bytes = 0
@@ -452,7 +452,8 @@ def test_a_rank_saves_only_what_it_knows_to_be_whole(root: Path) -> None:
     """The best survivor dies before it has written anything. A rank whose own update was cut off must not save its
     memory under that step instead: the checkpoint would be intact by every hash, and wrong."""
     state = a_rank(root, "torn", 1)
-    cast(Mock, state.engine).freeze.return_value = False  # in the middle of the update of step 6
+    engine = cast(Mock, state.engine)
+    engine.freeze.return_value, engine.has_lost_state = False, True  # in the middle of the update of step 6
     folder = state.run_dir.rescues / state.world.attempt
     folder.mkdir(parents=True)
     better = Survivor(rank=0, frozen=True, holdings=(Holding((5, 0, False, False), 64, saved=False),))
@@ -467,10 +468,12 @@ def test_a_device_error_while_the_state_is_frozen(root: Path, capfd: pytest.Capt
     """After a CUDA error every call on the device repeats it. The rank must still take part, or the end of the attempt
     would not be recorded, and say why it cannot save."""
     state = a_rank(root, "sticky", 0)
-    cast(Mock, state.engine).freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
+    engine = cast(Mock, state.engine)
+    engine.freeze.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
+    engine.has_lost_state = True
     end_by_fault(state).frozen.assert_not_called()
     (record,) = read_lines(state.run_dir.attempts)
-    assert (record["reason"], record["end_step"]) == ("failed", 3)
+    assert (record["reason"], record["end_step"], record["lost_steps"]) == ("failed", 5, 2), "steps were done"
     assert "this rank cannot save its state" in capfd.readouterr().out
 
 

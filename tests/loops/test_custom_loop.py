@@ -171,6 +171,20 @@ def test_killed(root: Path, ranks: int, task: str, place: str, step: int) -> Non
     assert (first["lost_steps"], second["start_step"]) == (0, step)
 
 
+@pytest.mark.parametrize(("ranks", "place", "step"), [(2, "step 5 rank 1", 4), (2, "step 9 rank 0", 8)])
+def test_killed_between_two_updates(root: Path, ranks: int, place: str, step: int) -> None:
+    """The survivor waits for the dead rank in an update that is not the step's first, and what it trains with is a
+    mixture. It saves its copy of the step before. Adversarial models and PPO spend most of their time there."""
+    attempt = strike(root, ranks, "adversarial", f"SIGKILL {place}")
+    first, second = resume(root, ranks, "adversarial", attempt)
+    assert (first["lost_steps"], first["end_step"], second["start_step"]) == (0, step, step), attempt.output()
+
+
+def test_stop_between_two_updates(root: Path) -> None:
+    """The ranks finish the step first."""
+    stop_and_resume(root, 2, "adversarial", "SIGTERM step 5 rank 1", 5)
+
+
 def test_all_are_killed(root: Path) -> None:
     """The steps since the last save are repeated, and metrics.jsonl has each of them once. The lines of the last 0.1 s
     may not have been written: their steps do not count as lost."""

@@ -189,6 +189,31 @@ def accumulating(run: Run) -> None:
         run.log(drawn=torch.rand(()))
 
 
+def adversarial(run: Run) -> None:
+    """Two models, each with an optimiser. In each step one is updated eight times, then the other, after a strike."""
+    struck, loss_of = Struck(run), nn.functional.binary_cross_entropy_with_logits
+    loader = run.loader(TensorDataset(torch.randn(56, 4, generator=torch.Generator().manual_seed(1)) + 2), 8)
+    critic = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)))
+    maker = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)))
+    of_critic, of_maker = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (critic, maker))
+    run.restore(critic=critic, maker=maker, of_critic=of_critic, of_maker=of_maker)
+    for _ in run.epochs(2):
+        for (real,) in run.steps(loader):
+            made = maker(torch.randn(len(real), 2))
+            for _ in range(8):
+                said = critic(torch.cat([real, made.detach()]))
+                loss = loss_of(said, torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]))
+                of_critic.zero_grad()
+                loss.backward()
+                of_critic.step()
+            struck.strike("step")
+            of_maker.zero_grad()
+            fooled = loss_of(critic(made), torch.ones(len(real), 1))
+            fooled.backward()
+            of_maker.step()
+            run.log(loss=loss, fooled=fooled)
+
+
 def mixed(run: Run) -> None:
     """Batches that the loop draws itself, others from a second loader with a sampler, and validations within epochs."""
     struck = Struck(run)
