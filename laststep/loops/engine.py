@@ -157,7 +157,7 @@ class Engine:
         self._open_ring(self.group.device)
         self.rank, self.size = world.rank, world.size
         if self.rank == 0 and (spot := self.queue.blind_spot):
-            say(f"WARNING: if a rank dies, the steps since the last save are lost: {spot}")
+            say(f"WARNING: if a rank dies or hangs, the steps since the last save may be lost: {spot}")
         self.place = ShardPlace(0, 1, self.rank, self.size)  # which shard of the state this rank holds
         self.store = context.store
         self.metrics = MetricsFile(run.metrics, writes=self.rank == 0)

@@ -433,7 +433,7 @@ class CudaQueue(DeviceQueue):
 
     @property
     def blind_spot(self) -> str:
-        return "it is not CUDA's" if self._memory is None else self._memory.lack
+        return "only CUDA's memory can be read then" if self._memory is None else self._memory.lack
 
     def note_memory(self) -> None:
         if self._memory is not None:
@@ -465,17 +465,17 @@ class MappedMemory(TorchFunctionMode):
         super().__init__()
         self._device, self._driver = device, driver
         self._reader = MemoryReader(device.index or 0, CHUNK_BYTES)
-        self._starts: list[int] = []  # of torch's segments of the device's memory, in order
-        self._segments: list[tuple[int, int, bytes]] = []  # each from its start to its end, and its handle
+        # Torch's segments of the device's memory, in order: start, end, handle. Replaced as a whole: a thread may read.
+        self._segments: list[tuple[int, int, bytes]] = []
         self._noted_at, self._notes, self._known = -NOTED_EVERY_S, 0, (-1, -1)
 
     @property
     def lack(self) -> str:
         """Why no other process can read, as far as is known; empty if one can."""
         if self._driver.is_exclusive(self._device.index or 0):
-            return "the GPU takes one process alone (compute mode exclusive)"
+            return "the GPU takes one process alone (compute mode EXCLUSIVE_PROCESS)"
         if not self._segments:
-            return "torch's memory has no IPC handles, as with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+            return "torch's memory has no IPC handles, as with expandable_segments in PYTORCH_ALLOC_CONF"
         return ""
 
     def note(self) -> None:
@@ -496,9 +496,7 @@ class MappedMemory(TorchFunctionMode):
                 handle = self._driver.handle_of(start)
                 if handle is not None:
                     found.append((start, start + segment["total_size"], handle))
-        found.sort()
-        self._segments, self._known = found, known
-        self._starts = [start for start, _, _ in found]
+        self._segments, self._known = sorted(found), known
 
     def __enter__(self) -> MappedMemory:
         _here.is_past_the_driver = True
@@ -549,9 +547,10 @@ class MappedMemory(TorchFunctionMode):
             part.copy_(torch.frombuffer(content, dtype=torch.uint8))
 
     def _segment_of(self, address: int, count: int) -> tuple[int, bytes]:
-        place = bisect_right(self._starts, address) - 1
+        segments = self._segments
+        place = bisect_right(segments, address, key=lambda segment: segment[0]) - 1
         if place >= 0:
-            start, stop, handle = self._segments[place]
+            start, stop, handle = segments[place]
             if address + count <= stop:
                 return start, handle
         raise DeviceSilent(f"{NO_ANSWER}, and another process cannot map this memory")

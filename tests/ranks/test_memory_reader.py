@@ -104,7 +104,7 @@ class There(MappedMemory):
         super().__init__(torch.device("cuda", 0), None)  # type: ignore[arg-type]
         self.content = torch.from_file(str(file), size=BYTES, dtype=torch.uint8)
         self.start = self.content.data_ptr()
-        self._starts, self._segments = [self.start], [(self.start, self.start + BYTES, handle(file))]
+        self._segments = [(self.start, self.start + BYTES, handle(file))]
 
     def _is_there(self, tensor: Tensor) -> bool:  # type: ignore[override]
         return self.start <= tensor.data_ptr() < self.start + BYTES
