@@ -529,6 +529,8 @@ class CustomLoop(Loop):
         modes = self._modes.fingerprint
         self.engine.end_update(logged, self._samples, batches=1, modes=modes, streams=streams)
         self._move(Event.STEP_ENDS)
+        # What was logged after the update is known to the others before rank 0 can die in the next step.
+        self._logged.sync_steps()
         self.streams.exchange(self.engine.position.step)
         self.engine.step_done(self._samples, ends_epoch)
         if validation is not None:

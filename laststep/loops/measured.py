@@ -119,7 +119,8 @@ class LoggedValues:
     """Values by name. Rank 0's count.
 
     A step's values stay on the device, so that logging them waits for nothing. The other ranks receive those logged
-    before the step's update with that update, and the rest before metrics.jsonl is written.
+    before the step's update with that update, and the rest at the end of the step: any of them may have to write its
+    line.
     """
 
     def __init__(self, group: Group, best_by: str) -> None:
@@ -219,7 +220,9 @@ class LoggedValues:
     def sync_steps(self) -> None:
         """Give every rank rank 0's values of finished steps: overwrites in place what `end_step` returned. A
         collective."""
-        if self._rows:
+        if self._group.world.size == 1:
+            self._rows.clear()
+        elif self._rows:
             rows = torch.stack(self._rows)
             self._group.broadcast([rows])
             for old, new in zip(self._rows, rows):

@@ -158,6 +158,7 @@ def test_it_compiles_by_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (4, "example", "step 5 rank 0,2,3", 4),
         (2, "example", "validation 2 rank 0", 7),
         (2, "awkward", "step 4 rank 0", 3),  # this loop logs after the update
+        (2, "logging_late", "step 5 rank 0", 4),  # so does this one, what differs between ranks
         (2, "awkward", "step 7 rank 1", 6),  # the first step of an epoch; something has changed just before it
     ],
 )

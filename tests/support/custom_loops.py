@@ -189,6 +189,23 @@ def accumulating(run: Run) -> None:
         run.log(drawn=torch.rand(()))
 
 
+def logging_late(run: Run) -> None:
+    """As most people write it: the loss, which differs between ranks, is logged after the update."""
+    struck = Struck(run)
+    loader = run.loader(TensorDataset(torch.randn(56, 4, generator=torch.Generator().manual_seed(1))), 8)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.restore(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            struck.strike("step")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+
+
 def adversarial(run: Run) -> None:
     """Two models, each with an optimiser. In each step one is updated eight times, then the other, after a strike."""
     struck, loss_of = Struck(run), nn.functional.binary_cross_entropy_with_logits
