@@ -115,14 +115,14 @@ def test_signalled_before_python_runs(user: User, tmp_path: Path) -> None:
     waits = f"[ -e {tmp_path}/$SLURM_PROCID ] || {{ touch {tmp_path}/$SLURM_PROCID; exec sleep 600; }}"
     slow.write_text(f'#!/bin/sh\n{waits}\nexec "$@"\n')
     slow.chmod(0o755)
-    words = ("--name", "early", SHORT, f"launch.python={slow} {user.python}", "launch.max_failures=0")
+    words = ("--name", "before-python", SHORT, f"launch.python={slow} {user.python}", "launch.max_failures=0")
     following = user.begins(*TWO_RANKS, *words, "--follow")
     started = [tmp_path / "0", tmp_path / "1"]
-    user.waits("early", lambda: all(file.exists() for file in started), "has not started its ranks")
-    user.cluster.run("scancel", "--signal", "USR2", user.job_of("early"))
+    user.waits("before-python", lambda: all(file.exists() for file in started), "has not started its ranks")
+    user.cluster.run("scancel", "--signal", "USR2", user.job_of("before-python"))
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
-    ends = [(end["reason"], end["restart"]) for end in user.attempts("early")]
+    ends = [(end["reason"], end["restart"]) for end in user.attempts("before-python")]
     assert ends == [("preempted", 0), ("finished", 1)], said
 
 
