@@ -26,7 +26,7 @@ begun: list[subprocess.Popen[str]] = []  # what the users of this test process h
 
 
 def end_what_began(after: int) -> None:
-    """Kill what is left at work of what has begun since so many had, and print what it has printed."""
+    """End the processes begun after the first `after` ones, and print what those still running had printed."""
     while len(begun) > after:
         process = begun.pop()
         if process.poll() is None:
