@@ -118,12 +118,19 @@ def _counted(names: Iterable[str], ignored: Collection[str]) -> tuple[str, ...]:
 
 def unsteady(one: Probed, other: Probed) -> set[str]:
     """The metrics, and the registered numbers, that differ between two runs of the same weights and inputs, as those do
-    that hold seconds."""
+    that hold seconds. Of a list, all items if most differ: a clock may have shown a few of them twice."""
     if any(difference.what != "beside" for difference in _steps(one, other)):
         return set()
     names = {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)}
-    names |= {name for before, line in _pairs(one, other, 0) for name in _differing(before["state"], line["state"])}
-    return names - {"step", "epoch"}
+    items: dict[str, set[str]] = {}  # of each list, by its name with a star for their numbers
+    for before, line in _pairs(one, other, 0):
+        names |= {*_differing(before["state"], line["state"])}
+        for name in {*before["beside"], *line["beside"]}:
+            parts = name.split(".")
+            for number in (n for n, part in enumerate(parts) if part.isdigit()):
+                items.setdefault(".".join([*parts[:number], "*", *parts[number + 1 :]]), set()).add(name)
+    of_clocks = [of_list for of_list in items.values() if 2 * len(of_list & names) > len(of_list)]
+    return names.union(*of_clocks) - {"step", "epoch"}
 
 
 def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Iterator[Difference]:

@@ -149,6 +149,19 @@ def test_a_clock_in_the_metrics() -> None:
     assert difference is not None and difference.names == ("loss",)
 
 
+def test_a_list_of_seconds() -> None:
+    """A clock may show the same twice: of a hundred episodes' seconds some were the same in both undisturbed runs, and
+    one of ten proofs of an exact script failed. A number that stands beside a clock does not become one."""
+
+    def of(*values: str) -> Probed:
+        state = {f"game.{n}.{key}": value for n, pair in enumerate(values) for key, value in zip("01", pair)}
+        return probed(a_step(1, state={**OTHER_STATE["state"], **state}, beside=list(state)))
+
+    found = unsteady(of("ac", "ad", "ae"), of("ac", "ax", "ay"))
+    assert found == {"game.0.1", "game.1.1", "game.2.1"}
+    assert unsteady(of("ac", "ad", "ae"), of("ac", "ad", "ay")) == {"game.2.1"}, "one of three: no clock"
+
+
 def test_state_that_differs_by_rank() -> None:
     run = Probed([[a_step(1)], [a_step(1, **OTHER_STATE)]], [], [])
     difference = differs_by_rank(run)
