@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import escape
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -120,30 +118,19 @@ def _counted(names: Iterable[str], ignored: Collection[str]) -> tuple[str, ...]:
 
 def unsteady(one: Probed, other: Probed) -> set[str]:
     """The metrics, and the registered numbers, that differ between two runs of the same weights and inputs, as those do
-    that hold seconds."""
+    that hold seconds. Of a list, all items if most differ: a clock may have shown a few of them twice."""
     if any(difference.what != "beside" for difference in _steps(one, other)):
         return set()
     names = {name for (_, a), (_, b) in zip(one.metrics, other.metrics) for name in _differing(a, b)}
-    noted: set[str] = set()
+    items: dict[str, set[str]] = {}  # of each list, by its name with a star for their numbers
     for before, line in _pairs(one, other, 0):
-        noted |= before["state"].keys()
-        names |= set(_differing(before["state"], line["state"]))
-    sequences = _sequences(names, noted)
-    return {*_counted(names, sequences), *sequences} - {"step", "epoch"}
-
-
-def _sequences(differing: Collection[str], noted: Collection[str]) -> set[str]:
-    """Patterns of all entries of the sequences of which most entries differ: one of many durations may be the same in
-    two runs by chance, and another in a third run."""
-    most = Counter(_sequence(name) for name in differing)
-    of = Counter(_sequence(name) for name in noted)
-    return {f"{escape(name)}.*" for name, count in most.items() if name and 2 * count > of[name]}
-
-
-def _sequence(name: str) -> str:
-    """The sequence that a value is an entry of, empty if it is of none."""
-    before, _, last = name.rpartition(".")
-    return before if last.isdecimal() else ""
+        names |= {*_differing(before["state"], line["state"])}
+        for name in {*before["beside"], *line["beside"]}:
+            parts = name.split(".")
+            for number in (n for n, part in enumerate(parts) if part.isdigit()):
+                items.setdefault(".".join([*parts[:number], "*", *parts[number + 1 :]]), set()).add(name)
+    of_clocks = [of_list for of_list in items.values() if 2 * len(of_list & names) > len(of_list)]
+    return names.union(*of_clocks) - {"step", "epoch"}
 
 
 def _metrics(expected: Probed, found: Probed, ignored: Collection[str]) -> Iterator[Difference]:

@@ -165,6 +165,36 @@ def test_a_sequence_of_durations() -> None:
     assert difference is not None and difference.names == ("game.pair.1",)
 
 
+def test_a_list_of_seconds() -> None:
+    """A clock may show the same twice: of a hundred episodes' seconds some were the same in both undisturbed runs, and
+    one of ten proofs of an exact script failed. A number that stands beside a clock does not become one."""
+
+    def of(*values: str) -> Probed:
+        state = {f"game.{n}.{key}": value for n, pair in enumerate(values) for key, value in zip("01", pair)}
+        return probed(a_step(1, state={**OTHER_STATE["state"], **state}, beside=list(state)))
+
+    found = unsteady(of("ac", "ad", "ae"), of("ac", "ax", "ay"))
+    assert found == {"game.0.1", "game.1.1", "game.2.1"}
+    assert unsteady(of("ac", "ad", "ae"), of("ac", "ad", "ay")) == {"game.2.1"}, "one of three: no clock"
+
+
+def test_what_stands_in_a_list_beside_seconds() -> None:
+    """Only plain values become a clock's: a tensor or a count in the same list that a resume loses is still found."""
+
+    def run(seconds: str, weights: str = "w", count: str = "3") -> Probed:
+        beside = {"game.0": f"{seconds}0", "game.1": f"{seconds}1", "game.2.count": count}
+        return probed(a_step(1, state={"game.3": weights, **beside}, beside=list(beside)))
+
+    ignored = unsteady(run("a"), run("b"))
+    assert first_difference(run("a"), run("c"), ignored) is None
+    for lost, what, name in (
+        (run("c", weights="x"), "state", "game.3"),
+        (run("c", count="0"), "beside", "game.2.count"),
+    ):
+        difference = first_difference(run("a"), lost, ignored)
+        assert difference is not None and (difference.what, difference.names) == (what, (name,))
+
+
 def test_state_that_differs_by_rank() -> None:
     run = Probed([[a_step(1)], [a_step(1, **OTHER_STATE)]], [], [])
     difference = differs_by_rank(run)

@@ -33,15 +33,16 @@ def proven(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     "words",
     [
         [f"task={LOOPS}exact", "--tasks-per-node", "1"],
+        [f"task={LOOPS}times"],
         ["task=tests.support.custom_loops.example", "--steps", "10"],
         [*SMALL, "task=classification", "--steps", "10", "model.args.width=8", "train.accumulate=2"],
     ],
-    ids=["one-rank", "example", "task"],
+    ids=["one-rank", "times", "example", "task"],
 )
 def test_exact(words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The example and a Task pass, struck in every kind of place; and so does a loop that finishes by itself, with a
-    clock, an iterator and a generator that change nothing: a proof that cries wolf is not believed. Nothing is left
-    behind."""
+    """The example and a Task pass, struck in every kind of place; and so do a loop that finishes by itself, with a
+    clock, an iterator and a generator that change nothing, and one that registers a clock's times: a proof that cries
+    wolf is not believed. Nothing is left behind."""
     status, text = proven(capfd, *words)
     assert status == 0 and " EXACT " in text, text
     for place in ("the last step of an epoch", "of the validation after", "the first step of an epoch"):
