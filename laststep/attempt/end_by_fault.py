@@ -395,7 +395,7 @@ class Rescuer:
             engine is not None and plan.silences and plan.done_step < 0
         ):  # no survivor can tell how far its device has come
             end_step = max(end_step, engine.readback.first_step)  # the steps before this one have their lines
-        if engine is not None and engine.has_lost_state:  # between two updates of a step: what is saved is older
+        if engine is not None and engine.has_lost_state:  # what is saved is older than what was done
             end_step = max(end_step, engine.steps_done)
         if plan.moment is not None and engine is not None:
             if engine.rescuable:

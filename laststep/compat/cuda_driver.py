@@ -1,12 +1,13 @@
-"""What of CUDA's driver is called directly, by ctypes.
+"""Direct calls of CUDA's driver, by ctypes, which releases Python's lock.
 
-* An event is asked without torch, which holds Python's lock in `torch.cuda.Event.query`; captures are ignored.
-* The device writes a number into host memory when it comes to a place in a stream (`write_number`). Whoever wants to
-  know how far it is reads that number, and calls no driver.
-* A device's memory is read by another process (`MemoryReader`). While one thread of a process waits to launch a kernel
-  into a full queue, the driver keeps a lock for which any other call of that process waits, even a copy on another
-  stream (seen: driver 580, CUDA 13, an H200). A process with a context of its own maps the same memory by CUDA's IPC
-  handles, and reads it all the same. This file is its program, so it imports nothing but Python's own modules.
+* Events are queried without torch: `torch.cuda.Event.query` holds Python's lock, and the driver may not return for as
+  long as another thread waits to launch a kernel into a full queue. Then no thread of this process would run.
+* `write_number` has the device write a number into host memory when it reaches a place in a stream. Reading that
+  number shows the device's progress without a call of the driver.
+* `MemoryReader` reads a device's memory in another process. While a launch waits for room in a full queue, the driver
+  holds a lock that every other call of the process needs, even a copy on another stream (seen: driver 580, CUDA 13, an
+  H200). A process with a context of its own maps the same memory by CUDA's IPC handles. This file is the program of
+  that process, so it imports the standard library alone.
 
 Source: CUDA Driver API, sections 6.14 (memory), 6.18 (streams), 6.19 (events), 6.21 (stream memory operations).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import select
@@ -22,7 +24,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 LIBRARY = "libcuda.so.1"
@@ -95,6 +96,7 @@ class CudaDriver:
             self._exchange_mode(ctypes.byref(mode))
 
 
+ROUND_S = 0.1  # waiting is counted in rounds of this length
 REQUEST = struct.Struct(f"<{HANDLE_BYTES}sQQ")  # a handle, and the range of its allocation's bytes
 ANSWER = struct.Struct("<i")  # a CUresult
 
@@ -110,14 +112,16 @@ class MemoryReader:
         self._buffer: mmap.mmap | None = None
 
     def read(self, handle: bytes, offset: int, count: int, timeout_s: float) -> memoryview:
-        """`count` bytes of an allocation, valid until the next call. Raises OSError, TimeoutError among them."""
-        deadline = time.monotonic() + timeout_s
+        """`count` bytes of an allocation, valid until the next call. Raises OSError, TimeoutError among them.
+
+        Time in which this process is suspended does not count.
+        """
         try:
             if self._buffer is None:
-                self._start(deadline)
+                self._start(timeout_s)
             assert self._process is not None and self._process.stdin is not None and self._buffer is not None
             os.write(self._process.stdin.fileno(), REQUEST.pack(handle, offset, count))
-            self._await_answer(deadline)
+            self._await_answer(timeout_s)
         except OSError:
             self.close()  # an answer that comes late must not be taken for the next one
             raise
@@ -133,7 +137,7 @@ class MemoryReader:
                     pipe.close()
             threading.Thread(target=process.wait, daemon=True).start()  # it may be in the driver, and end late
 
-    def _start(self, deadline: float) -> None:
+    def _start(self, timeout_s: float) -> None:
         shared = os.memfd_create("laststep")
         try:
             os.truncate(shared, self._bytes)
@@ -149,13 +153,13 @@ class MemoryReader:
             buffer = mmap.mmap(shared, self._bytes)
         finally:
             os.close(shared)
-        self._await_answer(deadline)
+        self._await_answer(timeout_s)
         self._buffer = buffer
 
-    def _await_answer(self, deadline: float) -> None:
+    def _await_answer(self, timeout_s: float) -> None:
         assert self._process is not None and self._process.stdout is not None
         answers = self._process.stdout.fileno()
-        if not select.select([answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not any(select.select([answers], [], [], ROUND_S)[0] for _ in range(math.ceil(timeout_s / ROUND_S))):
             raise TimeoutError("the process that reads the device's memory has not answered")
         answer = os.read(answers, ANSWER.size)
         if len(answer) < ANSWER.size:

@@ -199,7 +199,7 @@ class Engine:
         self._torn = False  # whether a rescue has begun an update of it that it has not ended
         self.late_update: LateUpdate | None = None  # where a rescue may do one
         self.copies: Copies | None = None  # with checkpoint.replicas, or where a step makes several updates
-        self._needs_no_copy = False
+        self._decided_on_copies = False
         self._chunks = ChunkBuffers(self.queue.host_buffer(WRITE_BYTES))
         self.restored = False  # whether there is a state worth saving
         self.rescuable = True  # whether a rank alone has all of the state
@@ -271,9 +271,9 @@ class Engine:
     def keep_own_copies(self) -> None:
         """The loop's steps make several updates each: keep copies of the last steps, if a rescue may need them, see
         `Copies`. Call it before `end_update`."""
-        if self.copies is not None or self._needs_no_copy or self.size == 1 or self.place.shards > 1:
+        if self.copies is not None or self._decided_on_copies or self.size == 1 or self.place.shards > 1:
             return
-        self._needs_no_copy = True  # asked once
+        self._decided_on_copies = True
         if not self.rescuable:
             return
         size = Packed(self._checkpoint_state(), self.place).bytes

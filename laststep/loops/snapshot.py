@@ -382,9 +382,9 @@ class Copies:
 
     A keeper that does not answer costs a warning and the copies, never the training.
 
-    Without a link there are only own copies, for a loop whose step makes several updates: while a rank waits between
-    two of them for a rank that has died, what it trains with is a mixture, and the copy is the step before. It is taken
-    as often as costs COPY_SHARE of the training; that differs between ranks, of which one is enough.
+    Without a link there are only own copies, for a loop whose step makes several updates. If a rank dies between two of
+    them, the weights of the others are a mixture of two steps, and the copy is the step before. Copies take at most
+    COPY_SHARE of the training's time, so ranks may take them after different steps; one copy is enough.
 
     `copied_s` and `waited_s` are how long training has stood still for them.
     """
@@ -413,8 +413,11 @@ class Copies:
     def pace(self, step: int) -> None:
         """Without a link: the copy after `step` is taken. Decide when the next one is due."""
         began, began_at = self._paced_from = self._paced_from or (step, time.perf_counter())
-        step_s = (time.perf_counter() - began_at) / max(1, step - began)
-        self._next_step = step + max(1, math.ceil(self._least_s / (COPY_SHARE * step_s)) if step > began else 1)
+        steps = 1
+        if step > began:
+            step_s = (time.perf_counter() - began_at) / (step - began)
+            steps = max(1, math.ceil(self._least_s / (COPY_SHARE * step_s)))
+        self._next_step = step + steps
 
     def take(self, position: Position, info: CheckpointInfo, state: Any, measured: Sequence[Measured]) -> None:
         """Copy this rank's shard of the state, and start to send it. Does not return once the copies are frozen.

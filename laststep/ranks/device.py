@@ -3,8 +3,8 @@
 A GPU does what the CPU queues, but up to two steps later, and may stop at a collective that waits for a dead rank.
 Once a CUDA stream's queue of about 1,024 kernels is full, the next launch waits in C, and the driver holds its lock
 meanwhile: then every other call to it waits too, from any thread, even one that only asks about an event (pytorch
-issues 110449 and 130844). So how far the device is, it writes into host memory itself (`Mark`). Its memory is read by
-`DeviceThread`, and if that waits for the lock, by another process (`MemoryReader`).
+issues 110449 and 130844). Therefore the device writes its progress into host memory (`Mark`). `DeviceThread` reads its
+memory; where that thread waits for the lock, another process does (`MemoryReader`).
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ class CudaQueue(DeviceQueue):
 
     @property
     def blind_spot(self) -> str:
-        return "only CUDA's memory can be read then" if self._memory is None else self._memory.lack
+        return "only the memory of CUDA's GPUs can be rescued" if self._memory is None else self._memory.lack
 
     def note_memory(self) -> None:
         if self._memory is not None:

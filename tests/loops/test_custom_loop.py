@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from laststep.config.config import Config
+from laststep.loops import engine
 from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, train
 from tests.support.runs import undisturbed_run
@@ -179,6 +180,21 @@ def test_killed_between_two_updates(root: Path, ranks: int, place: str, step: in
     attempt = strike(root, ranks, "adversarial", f"SIGKILL {place}")
     first, second = resume(root, ranks, "adversarial", attempt)
     assert (first["lost_steps"], first["end_step"], second["start_step"]) == (0, step, step), attempt.output()
+
+
+def copies_nothing() -> None:
+    """In this rank any state is too large to copy."""
+    vars(engine)["MOST_COPIED"] = 0
+
+
+def test_killed_between_two_updates_without_a_copy(root: Path) -> None:
+    """The user is told at once, and the record counts what is lost: it used to say that nothing was."""
+    small = config(root, "no-copy", 2, "adversarial")
+    attempt = Attempt(small, {"LASTSTEP_TEST_SIGNAL": "SIGKILL step 5 rank 1"}, before=copies_nothing)
+    attempt.wait()
+    assert attempt.output().count("is too large to copy after each step") == 1, attempt.output()
+    first, _ = resume(root, 2, "adversarial", attempt)
+    assert (first["lost_steps"], first["end_step"]) == (4, 4), attempt.output()
 
 
 def test_stop_between_two_updates(root: Path) -> None:
