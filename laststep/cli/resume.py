@@ -131,18 +131,21 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     """
     from laststep.code import code_copy
     from laststep.records.attempt_record import users_line_in
+    from laststep.records.submissions import read_submissions
     from laststep.runs.run_status import records_of
 
     if live and choice == "same":
         raise ConfigError("--code same: --local and --debug run the code as it is now; submit it to run its copy")
-    changed = code_copy.changed_files(run, config)
+    changed, since = code_copy.changed_files(run, config), "the run was submitted"
+    if live and not run.code.exists() and (started := read_submissions(run.submissions)):
+        changed, since = code_copy.edited_files(run, config, started[-1]["time"]), "the run was last started"
     named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     if choice == "new" and not live and not dry_run:
         code_copy.replace_copy(run)
     if not changed:
         return
     if live or choice == "new":
-        return note(f"code   as it is now; changed since the run was submitted: {named}", sys.stdout, indent=7)
+        return note(f"code   as it is now; changed since {since}: {named}", sys.stdout, indent=7)
     failed = [record for record in records_of(run)[-1:] if record["reason"] == "failed"]
     line = users_line_in(failed[0]["error"]) if failed else ""
     if choice is None and line and line.partition(", ")[0] in {path.rpartition("/")[2] for path in changed}:

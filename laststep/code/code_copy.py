@@ -288,6 +288,20 @@ def changed_files(run: RunDir, config: Config) -> list[str]:
     return sorted(str(path) for path in now | gone if _content(folder / path) != _content(run.code / path))
 
 
+def edited_files(run: RunDir, config: Config, since: float) -> list[str]:
+    """The Python files of the user's code that were written after a moment (Unix time), for a run without a copy."""
+    origin = origin_of(run, config)
+    if origin.repository is None:
+        return []
+    folder, found = Path(origin.repository), []
+    with contextlib.suppress(ConfigError):  # too many files to be code: only a copy needs to know
+        for path in {*_code_files(folder, Path(config.launch.root)), *_generated(origin)}:
+            with contextlib.suppress(OSError):
+                if path.suffix == ".py" and (folder / path).stat().st_mtime > since:
+                    found.append(str(path))
+    return sorted(found)
+
+
 def _is_ours(path: Path) -> bool:
     """Whether a path in the copy is Laststep's, or may be: a file of its clone, or what the copy says of itself."""
     return (PROJECT / path).exists() or path.parts[0] == PRESENT or path == _file(Path())

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from laststep.cli.main import main
+from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from laststep.runs import run_folders
 from tests.support.commands import refusal
 
 BEFORE = "from laststep import Task\n\n\nclass Net(Task):\n    pass\n"
@@ -81,6 +86,25 @@ def test_nothing_has_changed(run: RunDir, here: Path, capfd: pytest.CaptureFixtu
     """Nothing to choose, nothing to say: a failure of the disk or of a library is resumed as ever."""
     fails(run, f"{run.code}/own.py")
     assert main(["resume", "run"]) == 0
+    assert "code " not in capfd.readouterr().out
+
+
+def test_a_fix_of_a_run_on_this_machine(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Such a run has no copy: its next attempt runs the code as it is now, and says what was edited meanwhile."""
+    monkeypatch.syspath_prepend(here)
+    (here / "own.py").write_text(BEFORE)
+    (here / "more.py").write_text("")
+    config = Config.load(None, [f"launch.root={here / 'runs'}", "launch.name=run", "task=own.Net"])
+    run = run_folders.create(config)
+    run_folders.record_submission(run, "local-1")
+    old, later = time.time() - 60, time.time() + 60
+    for name, moment in (("own.py", later), ("more.py", old)):
+        os.utime(here / name, (moment, moment))
+    assert main(["resume", "run", "--local", "--dry-run"]) == 0
+    said = capfd.readouterr().out
+    assert "code   as it is now; changed since the run was last started: own.py\n" in said
+    os.utime(here / "own.py", (old, old))
+    assert main(["resume", "run", "--local", "--dry-run"]) == 0
     assert "code " not in capfd.readouterr().out
 
 
