@@ -21,7 +21,8 @@ docs: $(VENV)/installed-dev  ## the documentation as a site in site/; a broken l
 
 # Most tests wait for Slurm or for ranks, so four test processes suit two cores; the quick tests compute.
 WORKERS ?= 4
-GROUPED := --dist loadgroup --no-loadscope-reorder
+# A test process that dies ends the run at once: with --dist loadgroup, xdist would start another and never finish.
+GROUPED := --dist loadgroup --no-loadscope-reorder --max-worker-restart=0
 
 test: $(VENV)/installed-dev system-packages  ## the tests, but those for a GPU and the long ones; some start a real Slurm
 	$(BIN)/python -m pytest -n $(WORKERS) $(GROUPED) -m "not gpu and not retyped and not long" $(PYTEST_ARGS)

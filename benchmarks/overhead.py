@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -169,13 +169,15 @@ def profile(workload: str, ranks: int) -> dict[str, float]:
     return {where: round(share * counts[where], 1) for where in largest}
 
 
-def start(name: str, workload: str, ranks: int, more: dict[str, str], folder: Path) -> Training:
-    """Start to train, with `more` in the environment."""
-    words = ["benchmarks.overhead", "--contender", name]
+def start(
+    name: str, workload: str, ranks: int, more: dict[str, str], folder: Path, words: Sequence[str] = ()
+) -> Training:
+    """Start to train, with `more` in the environment, and these key=value `words` for Laststep."""
+    command = ["benchmarks.overhead", "--contender", name]
     if name.startswith("laststep"):
-        words = ["laststep", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
-        words += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
-    return Training(words, ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
+        command = ["laststep", "--name=overhead", f"launch.root={folder}", f"checkpoint.every_minutes={EVERY_S / 60}"]
+        command += ["task=benchmarks.overhead.custom_loop"] if "custom" in name else _task_words(workload, ranks)
+    return Training([*command, *words], ranks, {WORKLOAD: workload, FOLDER: str(folder), **more}, folder)
 
 
 def _task_words(workload: str, ranks: int) -> list[str]:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks._measure import DEADLINE_S, write_results
 from laststep.checkpoint.manager import Position
-from laststep.checkpoint.writer import CheckpointInfo, HostMemory
+from laststep.checkpoint.memory import HostMemory
+from laststep.checkpoint.writer import CheckpointInfo
 from laststep.loops.snapshot import Copies
 from laststep.ranks.launchers import free_port
 from laststep.ranks.meeting import SealedStore

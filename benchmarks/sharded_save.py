@@ -6,6 +6,9 @@
     laststep         CheckpointWriter, which hashes and fsyncs; the restore compares every hash
     dcp.async_save   in a thread; fsyncs, no hashes
     dcp.save         the same, while training waits
+    torch.save       of each rank's rows, and fsync; training waits; no hashes, and only for as many ranks again
+    safetensors      the same
+    dd               as many bytes from and to nowhere, past the page cache: what the disk can do
 
 Each figure is that of the slowest rank, or of the one with the most bytes: the stall, for which training would wait;
 the time until the checkpoint is complete on the disk; the time of the restore into the tensors that the ranks hold,
@@ -24,6 +27,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -53,7 +58,8 @@ COLUMNS = 1000
 EXTRA_MB = 30.0
 DEADLINE_S = 1200.0
 OURS, ASYNC_SAVE, SAVE = "laststep", "dcp.async_save", "dcp.save"
-WAYS = (OURS, ASYNC_SAVE, SAVE)
+TORCH_SAVE, SAFETENSORS, DD = "torch.save", "safetensors", "dd"
+WAYS = (OURS, ASYNC_SAVE, SAVE, TORCH_SAVE, SAFETENSORS, DD)
 
 Figures = dict[str, float]
 
@@ -63,6 +69,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.sharded_save", description="What it costs to save shards.")
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind (default: 3)")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the state (default: 2)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="numbers of ranks (default: 1 2 4 8)")
     parser.add_argument(
         "--folder", type=Path, help="a folder on the file system to measure (default: the temporary folder)"
     )
@@ -70,7 +77,7 @@ def main(words: list[str] | None = None) -> int:
     load_before = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     rows = int(given.gigabytes * 1e9 / 4 / COLUMNS / TENSORS)
     results = {}
-    for size in SIZES:
+    for size in given.ranks:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             results[size] = measured(size, rows, given.rounds, Path(folder))
     missed = print_table(results, 4 * rows * COLUMNS * TENSORS)
@@ -186,6 +193,9 @@ class Rank:
         if way == SAVE:
             dcp.save(dict(self.state), checkpoint_id=path)
             return lambda: None
+        if way in (TORCH_SAVE, SAFETENSORS, DD):
+            self._write_alone(way, path)
+            return lambda: None
         saving = dcp.async_save(dict(self.state), checkpoint_id=path)
         assert isinstance(saving, Future)
         return saving.result
@@ -194,7 +204,36 @@ class Rank:
         if not self.writer.wait(DEADLINE_S) or self.writer.error:
             raise self.writer.error or TimeoutError("a save did not end")
 
+    def _write_alone(self, way: str, path: Path) -> None:
+        """Write this rank's rows into a file of its own."""
+        path.mkdir(exist_ok=True)
+        file, rows = path / f"{self.group.world.rank}", self._rows()
+        if way == DD:
+            count = sum(each.nbytes for each in rows.values()) >> 20
+            words = ["dd", "if=/dev/zero", f"of={file}", "bs=16M", f"count={count}M", "iflag=count_bytes"]
+            subprocess.run([*words, "oflag=direct", "conv=fsync"], check=True, stderr=subprocess.DEVNULL)
+            return
+        torch.save(rows, file) if way == TORCH_SAVE else save_file(rows, file)
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+
+    def _rows(self) -> dict[str, Tensor]:
+        return {name: each.to_local() for name, each in self.state.items() if isinstance(each, DTensor)}
+
+    def _read_alone(self, way: str, path: Path) -> None:
+        """Read this rank's file into its rows."""
+        file = path / f"{self.group.world.rank}"
+        if way == DD:
+            words = ["dd", f"if={file}", "of=/dev/null", "bs=16M", "iflag=direct"]
+            subprocess.run(words, check=True, stderr=subprocess.DEVNULL)
+            return
+        found = torch.load(file, weights_only=True) if way == TORCH_SAVE else load_file(file)
+        for name, rows in self._rows().items():
+            rows.copy_(found[name])
+
     def _restore(self, way: str, number: int, path: Path) -> None:
+        if way in (TORCH_SAVE, SAFETENSORS, DD):
+            return self._read_alone(way, path)
         if way != OURS:
             return dcp.load(dict(self.state), checkpoint_id=path)
         group = copy.copy(self.group)  # an attempt restores once, with keys that nobody has set before

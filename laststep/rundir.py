@@ -67,6 +67,16 @@ class RunDir:
         return self.path / "packages.txt"
 
     @property
+    def environment(self) -> Path:
+        """A link to the Python environment of the run's lock file, beside all runs; only with launch.uv."""
+        return self.path / "environment"
+
+    @property
+    def secrets(self) -> Path:
+        """The values of secret keys, as JSON, readable by the owner alone: config.yaml has masks for them."""
+        return self.path / "secrets.json"
+
+    @property
     def submissions(self) -> Path:
         """One JSON object per line for each submission or start: job_id, time, host, command, folder, commit,
         version."""
@@ -108,6 +118,16 @@ class RunDir:
     def tensorboard(self) -> Path:
         """Folder of TensorBoard's event files: the same curves as metrics.jsonl."""
         return self.path / "tensorboard"
+
+    @property
+    def telemetry(self) -> Path:
+        """Folder of what the machines did: a file of JSON lines per node, see laststep.telemetry."""
+        return self.path / "telemetry"
+
+    @property
+    def alerts(self) -> Path:
+        """Folder of the alerts: a file for each that is due, see laststep.alert."""
+        return self.path / "alerts"
 
     @property
     def report(self) -> Path:
@@ -156,6 +176,10 @@ class RunDir:
         """Folder of each rank's output and of submitit's own files."""
         return self.path / "logs"
 
+    def beside_log(self, name: str) -> Path:
+        """The output of a program that runs beside the training. The runs of a sweep share the folder of logs."""
+        return self.logs / f"{self.name}.{name}.log"
+
     def next_nodes(self, job_id: str) -> Path:
         """srun's options for the next start of the ranks in a job, which say on which of its nodes they start."""
         return self.logs / f"{job_id}.next_nodes"
@@ -186,6 +210,15 @@ class RunDir:
     def step_restart(self) -> Path:
         """The answer to the ranks' supervisors whether their ranks start again, see laststep.records.attempts."""
         return self.path / "restart.json"
+
+    def track(self, tracker: str) -> Path:
+        """Folder of what the sender of a tracker keeps: the id of its run, how far it has sent, its lock."""
+        return self.path / "track" / tracker
+
+    @property
+    def media(self) -> Path:
+        """Folder of the images, tables and texts that the run has logged, in a subfolder for each step."""
+        return self.path / "media"
 
     @property
     def probes(self) -> Path:

@@ -610,3 +610,22 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ROCm there is none: torch is asked."""
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libnosuchdriver.so.1")
     assert CudaDriver.load() is None
+
+
+def test_operators_pass_through_a_mode() -> None:
+    """`diff` sees every operator, and in whose backward pass it runs."""
+    seen = []
+
+    class Mode(compat.dispatch_mode()):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((str(func), func.is_view, compat.schema_of(func).is_mutable, compat.autograd_node_number()))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    before = compat.autograd_number()
+    with Mode():
+        (x.view(3) * 2).sum().backward()
+    names = [name for name, *_ in seen]
+    assert names[:3] == ["aten.view.default", "aten.mul.Tensor", "aten.sum.default"] and seen[0][1] and not seen[1][2]
+    numbers = [number for *_, number in seen if number is not None]
+    assert numbers and before <= numbers[-1] < 2**64

@@ -16,6 +16,7 @@ from tests.support.project import PROJECT
 # Lower to higher: a part may import what stands in a line before its own, and parts of its own package.
 LAYERS = [
     {"say", "rundir", "compat"},
+    {"rooms"},
     {"config"},
     {"script"},
     {"ranks"},
@@ -32,7 +33,9 @@ LAYERS = [
     {"code"},
     {"job"},
     {"submission"},
-    {"doctor", "proof", "report"},
+    {"doctor", "proof", "replay", "report", "track"},
+    {"telemetry"},
+    {"alert"},
     {"cli"},
     {"__main__", "__init__"},
     {"launch"},

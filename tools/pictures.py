@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+import subprocess
 from collections.abc import Callable
 
-from tools import report, shares
+from tests.support.project import wait_until
+from tools import report, shares, spike
 from tools.desk import PROJECT, Desk, throwaway_desk
 from tools.picture import picture
 from tools.recording import recording
@@ -37,6 +40,14 @@ class Digits(Classification):
         if self.steps == 30:
             raise ZeroDivisionError("no sample of class 11 in this batch")
         return super().step(model, batch)
+"""
+
+GPUS = """\
+import sys
+
+from tests.telemetry.nvml import Nvml
+
+sys.modules[__name__] = Nvml()
 """
 
 
@@ -93,6 +104,27 @@ def draw_local(desk: Desk) -> Drawn:
     return {"local.svg": picture(training, shot.lines, NARROW)}
 
 
+def draw_gpus() -> None:
+    """`status` of runs on two GPUs, which the stand-in of the tests plays: what they do is invented."""
+    with throwaway_desk(slurm=False) as desk:
+        (desk.folder / "pynvml.py").write_text(GPUS)
+        desk.env["PYTHONPATH"] = str(desk.folder)
+        submit = f"{SUBMIT} --local telemetry.record=always"
+        types(desk, f"{submit} --name baseline train.epochs=2")
+        words = f"{submit} --name digits train.epochs=200".split()
+        running = subprocess.Popen(words, cwd=desk.folder, env=desk.env, stdout=subprocess.DEVNULL)
+        try:
+            wait_until((desk.folder / "runs" / "digits" / "plan.json").exists, "digits does not begin")
+            desk.until("digits", lambda run: run["gpu_busy"] is not None, "seen by telemetry")
+            first, second = "python launch.py status", "python launch.py status digits"
+            lines = [line.text for line in types(desk, first, MIDDLE)]
+            lines += ["", f"$ {second}", *(line.text for line in types(desk, second, MIDDLE))]
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+    (DOCS / "gpus.svg").write_text(picture(first, lines, MIDDLE))
+
+
 def types(desk: Desk, command: str, columns: int = NARROW) -> list[Line]:
     """Run a command in a terminal; returns what it prints."""
     return desk.types(command, columns).lines
@@ -117,7 +149,10 @@ TERMINALS: dict[str, tuple[Callable[[Desk], Drawn], list[str]]] = {  # how to dr
 }
 OTHERS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "report": (lambda: report.main([str(DOCS / "report.png")]), ["report.png"]),
+    "telemetry": (lambda: report.main([str(DOCS / "telemetry.png"), "--telemetry"]), ["telemetry.png"]),
+    "gpus": (draw_gpus, ["gpus.svg"]),
     "shares": (shares.main, ["shares.svg"]),
+    "spike": (spike.main, ["spike.svg"]),
 }
 
 

@@ -3,7 +3,7 @@
     python -m tools.report docs/report.png
 
 Needs chromium. With --folder FOLDER the run stays there, and is not trained again the next time; --dark draws the dark
-page.
+page, --telemetry what the machine did, too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--folder", type=Path, help="where the run is kept")
     parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--telemetry", action="store_true")
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         if not (folder / "runs" / "digits").exists():
-            train(folder)
+            train(folder, ["telemetry.record=always"] if args.telemetry else [])
         shoot(made(folder), args.picture, args.dark)
 
 
@@ -65,11 +66,11 @@ def text_of(page: Path) -> str:
     )
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, more: Sequence[str] = ()) -> None:
     """A run that is stopped by Ctrl-C at each of the steps and resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "launch.py").symlink_to(PROJECT / "launch.py")  # the report shows the commands as they are typed
-    run, words = RunDir(folder / "runs" / "digits"), START
+    run, words = RunDir(folder / "runs" / "digits"), [*START, *more]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     for stop_at in (*STOP_AT, None):
         ranks = subprocess.Popen([*COMMAND, *words], cwd=folder)

@@ -45,6 +45,7 @@ from laststep.ranks.disk import look_anew
 from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
+from laststep.ranks.signpost import signpost
 from laststep.ranks.slurm import kill_wait_s
 from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.ranks.world import World
@@ -125,7 +126,18 @@ class Attempt:
         """Train to the end and return the metrics of the last epoch. Raises Stopped if a signal ended the attempt
         before the run was done, SystemExit if it failed and is requeued, else the error that made it fail."""
         state, world = self._state, self._state.world
+        state.beside.begin()
+        if state.beside.has_programs and world.local_rank == 0:
+            self._closing.callback(signpost.open(self._run_dir.path))
         say(f"attempt begins on {time.strftime('%Y-%m-%d')}: {world}")
+        try:
+            return self._run()
+        finally:
+            state.beside.close()
+
+    def _run(self) -> dict[str, float]:
+        """`run`, without the programs beside it."""
+        state, world = self._state, self._state.world
         try:
             candidates = self._take_run_folder() if world.rank == 0 else iter(())
             preflight = Preflight.of(self._config, world)
@@ -300,6 +312,8 @@ class Attempt:
             user_error.say_error(text)
         run_for(CLOSE_S, self._closing.close)  # in a thread: the store may no longer answer
         record = find_record(self._run_dir, self._state.world)
+        if record is not None:
+            self._state.beside.ended(record, by_us=False)
         if printed_later and record is not None and record["requeue"]:  # then the process ends without a message
             user_error.say_error(text)
         deadline.cancel()

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from laststep import script
+from laststep import rooms, script
 from laststep.attempt.attempt import Stopped
 from laststep.attempt.ending import ending_by_signal, record_end, requeue
 from laststep.attempt.grace import USER_SIGNALS, GracePeriod, LimitWarning
@@ -104,6 +104,7 @@ class CommandAttempt:
         warning = LimitWarning(world, self._config.launch, self._signals)
         try:
             self._begin()
+            self._state.beside.begin()
             self._start()
             while self._runs():
                 time.sleep(POLL_S)
@@ -115,6 +116,7 @@ class CommandAttempt:
         finally:
             warning.close()
             self._grace.close()
+            self._state.beside.close()
             end_descendants()
 
     # --- the beginning
@@ -130,6 +132,7 @@ class CommandAttempt:
         host, port, number = text.split()
         self._state.set_number(int(number))
         export_world(self._state.world, host, int(port))
+        rooms.export(self._config, self._run, self._state.world)
         os.environ.pop("LASTSTEP_RESUMES", None)
         os.environ |= {
             script.FOLDER: str(self._run.files),

@@ -118,6 +118,7 @@ class EndByFault:
             say(f"no rank has got anything done for {STALLED_S:.0f} s: exiting; the newest checkpoint stands")
             print_stacks()
         self._done.set()
+        self._state.beside.close()
         group = self._state.group
         waits_in_vain = group is not None and group.world.size > 1 and not group.fails_with_peers
         if not self._main_thread_failed.wait(0.0 if waits_in_vain else MAIN_THREAD_S):

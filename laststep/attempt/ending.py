@@ -52,7 +52,7 @@ def record_end(
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
     step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
-    return end_attempt(
+    record = end_attempt(
         state.run_dir,
         state.world,
         state.config.launch,
@@ -67,6 +67,9 @@ def record_end(
         blamed=blamed,
         patience=Patience(INSIST_S, say),
     )
+    if record is not None:
+        state.beside.ended(record)
+    return record
 
 
 def ending_by_signal(state: AttemptState) -> Ending:

@@ -32,6 +32,7 @@ from laststep.ranks.process import SIGNALLED, SUPERVISED, Signals, children, ide
 from laststep.ranks.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
+    ON_NODES,
     REPLACED,
     UNENDED,
     Job,
@@ -306,14 +307,15 @@ def usual_ending(number: signal.Signals, world: World) -> Ending:
     if number == signal.SIGTERM and (orphaned := _orphaned(world)):  # it comes from the kernel, see `die_with_parent`
         return orphaned
     wants_requeue = number in USER_SIGNALS
-    return Ending("preempted" if wants_requeue or world.on_slurm else "cancelled", wants_requeue)
+    by_slurm = world.on_slurm or ON_NODES in os.environ
+    return Ending("preempted" if wants_requeue or by_slurm else "cancelled", wants_requeue)
 
 
 def _orphaned(world: World) -> Ending | None:
     """What to record if a process above the ranks of --local was killed: nobody has cancelled the run. The pid of the
     command that started them is in the name of its job."""
     pid = world.job_id.rpartition("-")[2]
-    if world.launcher != "submitit-local" or not world.supervised or not pid.isdecimal():
+    if world.launcher != "submitit-local" or not world.supervised or not pid.isdecimal() or ON_NODES in os.environ:
         return None
     if not identity(int(pid)):
         return Ending("failed", requeue=False, error="the command that started the ranks was killed")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from laststep import rooms
 from laststep.attempt import user_error
 from laststep.attempt.preflight import check_device
 from laststep.attempt.state import AttemptState
@@ -110,6 +111,7 @@ def create_engine(
     # Before the user's module is imported: it may read the variables, or import the functions, at its top.
     port = group.broadcast_int("free port", free_port() if group.world.rank == 0 else None)
     closing.callback(export_world(group.world, group.host, port or 0))
+    closing.callback(rooms.export(state.config, state.run_dir, group.world))
     closing.callback(lend_group(group))
     if state.config.script:
         loop: TaskLoop | CustomLoop = make_script_loop(context)

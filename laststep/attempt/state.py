@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
+from laststep.ranks.beside import BesideTraining
 from laststep.ranks.process import Signals
 from laststep.ranks.world import World
 from laststep.rundir import RunDir
@@ -35,6 +36,7 @@ class AttemptState:
         self.stop: Stop | None = None
         self.engine: Engine | None = None
         self._launched = world
+        self.beside = BesideTraining(config, run_dir, world)
 
     @property
     def world(self) -> World:

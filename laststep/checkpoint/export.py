@@ -61,24 +61,30 @@ class Weights:
     metrics: dict[str, float]  # of the run's validation of these weights; empty if it did not validate them
     task: Any = None  # the Task's own state, if it has one
     adapters: bool = False  # whether these are adapters alone, without the weights that they adapt
+    left_out: int = 0  # tensors that the run does not train, and that were not asked for
 
 
-def read_run(run: RunDir, step: int | None = None, best: bool = False, raw: bool = False) -> Weights:
-    """The weights in a run's newest checkpoint, in that of `step`, or in the best, see checkpoint.best_by.
+def read_run(
+    run: RunDir, step: int | None = None, best: bool = False, raw: bool = False, trained: bool = False
+) -> Weights:
+    """The weights in a run's newest checkpoint, in that of `step`, or in the best, see checkpoint.best_by. With
+    `trained` not those that the run does not train.
 
     Every file is compared with its hash. A damaged checkpoint is refused, and none is taken in its place. Raises
     ConfigError.
     """
-    return read_store(CheckpointStore(run.checkpoints), run.name, step, best, raw)
+    return read_store(CheckpointStore(run.checkpoints), run.name, step, best, raw, trained)
 
 
-def read_store(store: CheckpointStore, name: str, step: int | None, best: bool, raw: bool) -> Weights:
+def read_store(
+    store: CheckpointStore, name: str, step: int | None, best: bool, raw: bool, trained: bool = False
+) -> Weights:
     """`read_run`, for a folder of checkpoints. `name` is the run's, for messages."""
     begun = time.monotonic()
     while time.monotonic() - begun < INSIST_S:
         chosen = _choose(store, name, step, best)
         try:
-            return _read(store, chosen, raw)
+            return _read(store, chosen, raw, trained)
         except CheckpointGone:
             continue
         except CheckpointError as error:
@@ -168,10 +174,10 @@ def _choose(store: CheckpointStore, name: str, step: int | None, best: bool) -> 
     return best_first[0]
 
 
-def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
+def _read(store: CheckpointStore, step: int, raw: bool, trained: bool) -> Weights:
     """Raises CheckpointError when the checkpoint is damaged, CheckpointGone when the run has deleted it, ConfigError
     when it holds no model."""
-    from laststep.checkpoint.pack import load
+    from laststep.checkpoint.pack import Layout, load
 
     with store.reading(step):
         manifest = store.verify(step)
@@ -180,16 +186,23 @@ def _read(store: CheckpointStore, step: int, raw: bool) -> Weights:
                 f"{store.path(step) / OPAQUE}: the weights are in the format of the framework that run.checkpoint(...) "
                 "called; export them with that"
             )
-        has_average, tensors, task, adapters = load(
-            store.path(step), manifest, lambda s: (is_averaged(s), plain_weights(s, raw), of_task(s), has_base(s))
-        )
+
+        def chosen(layout: Layout) -> Any:
+            state = layout.structure
+            named = plain_weights(state, raw)
+            # The average of a fixed tensor is not fixed.
+            fixed = {name for name, each in plain_weights(state, raw=True).items() if trained and layout.is_fixed(each)}
+            taken = {name: each for name, each in named.items() if name not in fixed}
+            return is_averaged(state), taken, of_task(state), has_base(state), len(named) - len(taken)
+
+        has_average, tensors, task, adapters, left_out = load(store.path(step), manifest, chosen)
     if not tensors:
         raise ConfigError(f"{store.path(step)}: holds no model; register one with run.restore(model=...)")
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     # A run that has an average validates that.
     measured = {} if has_average and raw else manifest.metrics
     metrics = {name: value for name, value in measured.items() if name.startswith(VALIDATED)}
-    return Weights(plain, manifest, has_average and not raw, metrics, task, adapters)
+    return Weights(plain, manifest, has_average and not raw, metrics, task, adapters, left_out)
 
 
 def _refuse_choice(source: Path, step: int | None, best: bool) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypedDict
 
+from laststep.checkpoint.direct import Input
 from laststep.config.errors import CheckpointError as CheckpointError
 from laststep.ranks import disk
 
@@ -146,32 +147,20 @@ def _read(
 ) -> None:
     """Read one file piece by piece, several at a time, and hash each as soon as all before it have been hashed."""
     digest = hashlib.sha256()
-    with disk_errors_explained(path.name), path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path.name} has {size} bytes, its manifest says {entry['bytes']}")
-        starts = range(0, size, READ_BYTES)
-        pieces = [readers.submit(_fill, file.fileno(), start, memory[start : start + READ_BYTES]) for start in starts]
+    with disk_errors_explained(path.name), Input(path) as file:
+        if file.size != entry["bytes"]:
+            raise CheckpointError(f"{path.name} has {file.size} bytes, its manifest says {entry['bytes']}")
+        starts = range(0, file.size, READ_BYTES)
+        pieces = [readers.submit(file.fill, start, memory[start : start + READ_BYTES]) for start in starts]
         try:
             for piece in pieces:
                 digest.update(piece.result())
                 advance()
-        finally:  # no thread may still use the descriptor when it is closed
+        finally:  # no thread may still use the file when it is closed
             for piece in pieces:
                 piece.cancel()
             wait(pieces)
     _check(path.name, entry, digest.hexdigest())
-
-
-def _fill(descriptor: int, start: int, piece: memoryview) -> memoryview:
-    """Fill a piece of memory from a file, from byte `start`. Raises OSError."""
-    done = 0
-    while done < len(piece):
-        count = os.preadv(descriptor, [piece[done:]], start + done)
-        if not count:
-            raise OSError(errno.EIO, "it was truncated meanwhile")
-        done += count
-    return piece
 
 
 def _check(name: str, entry: FileEntry, sha256: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged, Stripe
 from laststep.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, shard_name
-from laststep.checkpoint.writer import CheckpointInfo, make_manifest, reason_of, write_file
+from laststep.checkpoint.writer import CheckpointInfo, Part, make_manifest, reason_of, write_file
 from laststep.ranks.world import ShardPlace
 
 # A writer whose sync takes as long as that of a whole stripe would look stuck to those that wait for it.
@@ -129,7 +129,7 @@ class FrozenState:
             store.discard(writing)
             raise store.write_error(step, reason_of(error)) from error
         try:
-            manifest = make_manifest(self._info, self._world_size, files, sharding)
+            manifest = make_manifest(self._info, self._world_size, files, Part(self._structure, sharding))
             store.commit(writing, manifest, replaces=exists, patience=patience)
         except CheckpointError:
             if exists or not store.is_intact(step):  # the save that all ranks had begun together may have come first

@@ -23,6 +23,7 @@ from laststep.checkpoint.interval import AutoInterval
 from laststep.checkpoint.opaque import OpaqueFiles
 from laststep.checkpoint.store import CheckpointStore, ranked
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from laststep.config.anchors import Anchors
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.config.schema import Checkpoint
@@ -60,7 +61,7 @@ class CheckpointManager:
         self.stalled_s = 0.0  # how long the loop has stood still for saves
         self.last = False  # whether saving is all that is left for this attempt to do
         self._settings, self._group = settings, group
-        self._ranking = Ranking.parse(settings.best_by)
+        self._ranking, self._anchors = Ranking.parse(settings.best_by), Anchors.parse(settings.anchors)
         self._store = store
         self._opaque: OpaqueFiles | None = None
         self.writer = CheckpointWriter(store, group.store, group.world.rank, group.world.size, group.device)
@@ -107,7 +108,9 @@ class CheckpointManager:
             self.saving = copy.copy(position)
             keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
             try:
-                self.writer.start(info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque)
+                self.writer.start(
+                    info, state, self._metrics.sync, keep_last, keep_best, self._ranking, opaque, self._anchors
+                )
             except BaseException:
                 self.saving = None
                 raise

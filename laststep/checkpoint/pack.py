@@ -7,6 +7,9 @@ with each tensor replaced by one on the "meta" device, which has the shape, stri
 Where a state is sharded (`laststep.checkpoint.shards`), the structure is that of the full tensors. The bytes of a shard
 are its range of each tensor, one after another, each padded to a multiple of ALIGNMENT. So where a byte of a tensor is
 stored is computed from the structure and the number of shards.
+
+Parameters that are not trained (requires_grad=False), called fixed here, come after all other tensors, in files of
+their own: `laststep.checkpoint.links`.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from torch import Tensor
 
 from laststep.checkpoint.files import ALIGNMENT, READ_BYTES, READING_THREADS, CheckpointError
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
-from laststep.checkpoint.store import STRUCTURE, Manifest
+from laststep.checkpoint.store import FIXED_FORMAT, STRUCTURE, Manifest
 from laststep.ranks.device import await_copies
 from laststep.ranks.world import ShardPlace
 
 WHOLE = ShardPlace(0, 1, 0, 1)
+FIXED = "fixed"
 
 
 class Packed:
@@ -50,18 +54,38 @@ class Packed:
         self._strides: list[tuple[int, ...] | None] = []
         self._stand_ins: list[Tensor] = []
         self._sharded: list[int] = []  # the numbers of the tensors that are cut
-        structure = map_tensors(state, self._add)
+        self._fixed: list[int] = []  # the numbers of those that training does not change
+        fixed: list[bool] = []
+        structure = map_tensors(state, lambda tensor: self._add(tensor, fixed))
         # What structure.pt holds, see `Layout.of`.
-        self.structure = structure if place.shards == 1 else {"state": structure, "sharded": self._sharded}
+        self.structure = structure
+        if self._fixed:
+            self.structure = {"state": structure, "sharded": self._sharded, FIXED: self._fixed}
+            order = sorted(range(len(fixed)), key=fixed.__getitem__)
+            self._tensors, self._strides = [self._tensors[n] for n in order], [self._strides[n] for n in order]
+        elif place.shards > 1:
+            self.structure = {"state": structure, "sharded": self._sharded}
         *self._offsets, self.bytes = accumulate((aligned(t.nbytes) for t in self._tensors), initial=0)
+        last = sum(fixed)
+        self._changing = self.bytes - sum(
+            aligned(tensor.nbytes) for tensor in self._tensors[len(self._tensors) - last :]
+        )
 
     @property
-    def most_bytes(self) -> int:
-        """The size of shard 0. No other shard is larger."""
+    def changing(self) -> tuple[int, int]:
+        """How many bytes are of tensors that training changes: here, and in shard 0. No other shard has more."""
+        return self._changing, self._in_shard_0(fixed=False)
+
+    @property
+    def fixed(self) -> tuple[int, int]:
+        """How many bytes are of fixed tensors, here and in shard 0."""
+        return self.bytes - self._changing, self._in_shard_0(fixed=True)
+
+    def _in_shard_0(self, fixed: bool) -> int:
         if self._place.shard == 0:
-            return self.bytes
-        layout = Layout(self._stand_ins, self._sharded, self._place.shards)
-        return layout.shard_bytes(0)
+            return self.bytes - self._changing if fixed else self._changing
+        layout, chosen = Layout(self._stand_ins, self._sharded, self._place.shards), set(self._fixed)
+        return sum(aligned(end - begin) for number, begin, end in layout.held(0) if (number in chosen) is fixed)
 
     def copy(self, start: int, stop: int, into: Tensor) -> None:
         """Copy bytes [start, stop) of the state into `into`, a uint8 tensor of that length on the CPU.
@@ -87,9 +111,11 @@ class Packed:
         into[done - start :] = 0
         await_copies({tensor.device for tensor in self._tensors if tensor.is_cuda})
 
-    def _add(self, tensor: Tensor) -> Tensor:
-        """Note a tensor; returns its stand-in for the structure."""
+    def _add(self, tensor: Tensor, fixed: list[bool]) -> Tensor:
+        """Note a tensor, and whether it is fixed if it is held here; returns its stand-in for the structure."""
         part = local_of(tensor)
+        if is_fixed(tensor):
+            self._fixed.append(len(self._stand_ins))
         if shards := shard_count(tensor):
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             stored = torch.empty(part.shape, device="meta")
@@ -101,6 +127,7 @@ class Packed:
             stand_in = stored = torch.empty_like(part, device="meta")  # never has gaps or overlaps
         self._stand_ins.append(stand_in)
         if shards or self._place.shard == 0:
+            fixed.append(is_fixed(tensor))
             self._tensors.append(part)
             self._strides.append(None if stored.stride() == part.stride() else stored.stride())
         return stand_in
@@ -118,6 +145,16 @@ def serialized_structure(structure: Any) -> memoryview:
     return data.getbuffer()
 
 
+def is_fixed(tensor: Tensor) -> bool:
+    """Whether training does not change a tensor, as far as can be told."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def has_fixed(saved: Any) -> bool:
+    """Whether what structure.pt holds names fixed tensors. The state itself has no such name."""
+    return isinstance(saved, dict) and saved.keys() == {"state", "sharded", FIXED}
+
+
 class Target(NamedTuple):
     """A tensor to fill, and where its bytes lie in the run of bytes of the full tensors."""
 
@@ -130,21 +167,36 @@ class Target(NamedTuple):
 class Layout:
     """Where the tensors of a state lie in its run of bytes, and where a shard holds them."""
 
-    def __init__(self, structure: Any, sharded: Collection[int] = (), shards: int = 1) -> None:
-        """`sharded` has the numbers of the tensors that were cut into `shards`."""
+    def __init__(
+        self, structure: Any, sharded: Collection[int] = (), shards: int = 1, fixed: Collection[int] = ()
+    ) -> None:
+        """`sharded` has the numbers of the tensors that were cut into `shards`, `fixed` those that come last."""
         self.structure, self.sharded, self.shards = structure, frozenset(sharded), shards
         self.stand_ins = tensors_of(structure)
-        *self.offsets, self.bytes = accumulate((aligned(t.nbytes) for t in self.stand_ins), initial=0)
+        last = frozenset(fixed)
+        self._order = sorted(range(len(self.stand_ins)), key=last.__contains__)
+        ends = accumulate((aligned(self.stand_ins[number].nbytes) for number in self._order), initial=0)
+        begins = dict(zip(self._order, ends))
+        self.offsets = [begins[number] for number in range(len(self.stand_ins))]
+        self._fixed = {id(self.stand_ins[number]) for number in last}
         self._number_of = {id(stand_in): number for number, stand_in in enumerate(self.stand_ins)}
 
     @classmethod
     def of(cls, saved: Any, shards: int) -> Layout:
         """The layout of a state in this many shards, of which this is what structure.pt holds."""
+        if has_fixed(saved):
+            return cls(saved["state"], saved["sharded"], shards, saved[FIXED])
         return cls(saved) if shards == 1 else cls(saved["state"], saved["sharded"], shards)
+
+    def is_fixed(self, stand_in: Tensor) -> bool:
+        """Whether training does not change the tensor that this stands for."""
+        return id(stand_in) in self._fixed
 
     @classmethod
     def read(cls, saved: Any, manifest: Manifest) -> Layout:
         """The layout that structure.pt describes. Raises ValueError when it does not fit the manifest."""
+        if has_fixed(saved) != (manifest.format == FIXED_FORMAT):
+            raise ValueError(f"its structure is not of format {manifest.format}")
         layout = cls.of(saved, len(manifest.sharding) or 1)
         for shard, names in enumerate(manifest.shards_of_state):
             found, expected = sum(manifest.files[name]["bytes"] for name in names), layout.shard_bytes(shard)
@@ -155,7 +207,8 @@ class Layout:
     def held(self, shard: int) -> Iterator[tuple[int, int, int]]:
         """What a shard holds, in the order of its bytes: the number of a tensor, and where the range of its bytes
         begins and ends. Each range is padded to a multiple of ALIGNMENT."""
-        for number, stand_in in enumerate(self.stand_ins):
+        for number in self._order:
+            stand_in = self.stand_ins[number]
             if number in self.sharded:
                 begin, end = range_of(stand_in, shard, self.shards)
             else:
@@ -184,15 +237,15 @@ class Layout:
         return map_tensors(part, replace), targets
 
 
-def load(folder: Path, manifest: Manifest, part: Callable[[Any], Any] = lambda state: state) -> Any:
+def load(folder: Path, manifest: Manifest, part: Callable[[Layout], Any] = lambda layout: layout.structure) -> Any:
     """The state in the checkpoint `folder`, on the CPU, from any number of shards. Raises CheckpointError.
 
-    `part` picks from the state what to load: it gets the structure, and what it returns is filled. The other tensors
-    take neither time nor memory. Does not compare hashes; `CheckpointStore.verify` does.
+    `part` picks from the structure what to load: what it returns is filled. The other tensors take neither time nor
+    memory. Does not compare hashes; `CheckpointStore.verify` does.
     """
     try:
         layout = Layout.read(torch.load(folder / STRUCTURE, weights_only=True), manifest)
-        state, targets = layout.make(part(layout.structure), empty_like)
+        state, targets = layout.make(part(layout), empty_like)
         with ExitStack() as files:
             shards = [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards]
             _fill(layout, targets, shards)

@@ -49,10 +49,10 @@ from laststep.checkpoint.files import (
     read_files,
     reading_steps,
 )
+from laststep.checkpoint.memory import HostMemory
 from laststep.checkpoint.pack import Layout, Scatter, Target, aligned, empty_like, is_laid_out_as, tensors_of
 from laststep.checkpoint.shards import Like, new_like, range_of
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
-from laststep.checkpoint.writer import HostMemory
 from laststep.ranks.disk import look_anew
 from laststep.ranks.group import Group
 from laststep.ranks.meeting import with_prefix

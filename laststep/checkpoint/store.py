@@ -36,7 +36,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -51,6 +51,7 @@ from laststep.checkpoint.files import (
     disk_errors_explained,
     verify_files,
 )
+from laststep.config.anchors import NO_ANCHORS, Anchors
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.ranks.disk import MARK, look_anew
@@ -209,8 +210,15 @@ class CheckpointStore:
         """The error to raise when the checkpoint of `step` could not be written."""
         return CheckpointError(f"{self.folder / folder_name(step)}: could not be written: {reason}")
 
-    def prune(self, step: int, keep_last: int, keep_best: int, ranking: Ranking = BY_LOSS) -> None:
-        """Delete all checkpoints but the newest `keep_last` and the `keep_best` that rank best.
+    def prune(
+        self,
+        step: int,
+        keep_last: int,
+        keep_best: int,
+        ranking: Ranking = BY_LOSS,
+        anchors: Anchors = NO_ANCHORS,
+    ) -> None:
+        """Delete all checkpoints but the newest `keep_last`, the `keep_best` that rank best, and the `anchors`.
 
         `step` is the checkpoint just committed. Newer ones do not count as kept: the resume of this attempt skipped
         them as damaged. Nor do those that are known to be damaged; they are deleted once there are `keep_last` newer
@@ -230,34 +238,41 @@ class CheckpointStore:
         newest = sorted(intact)[-keep_last:]
         if len(newest) < keep_last:
             return
-        best = ranked(intact, ranking)[:keep_best]
+        kept = {*newest, *ranked(intact, ranking)[:keep_best]}
+        kept |= anchors.kept(self._sizes(intact, intact.keys() - kept), step)
         for old in listed:
-            if old < newest[0] and old not in best and old not in unreadable:
+            if old < newest[0] and old not in kept and old not in unreadable:
                 self._delete(old)
 
-    def make_room(self, keep_best: int, ranking: Ranking = BY_LOSS) -> int:
-        """On a full disk: delete all checkpoints but the newest and the `keep_best` that rank best; returns how many
-        bytes they had. The newest is read whole first: none is deleted unless it is intact. Raises DiskError."""
+    def make_room(self, keep_best: int, ranking: Ranking = BY_LOSS, anchors: Anchors = NO_ANCHORS) -> int:
+        """On a full disk: delete all checkpoints but the newest and the `keep_best` that rank best; `anchors` only
+        where there is nothing else. Returns how many bytes they had. The newest is read whole first: none is deleted
+        unless it is intact. Raises DiskError."""
         intact: dict[int, Manifest] = {}
         for step in set(self.steps()) - self.damaged:
             with contextlib.suppress(CheckpointError):
                 intact[step] = self.inspect(step)
         spare = set(sorted(intact)[:-1]) - set(ranked(intact, ranking)[:keep_best])
+        spare = spare - anchors.kept(self._sizes(intact, spare), max(intact, default=0)) or spare
         if not spare or not self.is_intact(max(intact)):
             return 0
-        freed = 0
-        for step in spare:
-            self._delete(step)
-            freed += 0 if _exists(self.path(step)) else intact[step].bytes
-        return freed
+        return sum(self._delete(step) for step in spare)
 
-    def _delete(self, step: int) -> None:
-        """Delete a checkpoint. Renamed first, it is complete or absent for any process that reads meanwhile."""
+    def _sizes(self, intact: Mapping[int, Manifest], steps: Iterable[int]) -> dict[int, int]:
+        """How many bytes these checkpoints take, with their manifests."""
+        return {step: intact[step].bytes + (self.path(step) / MANIFEST).stat().st_size for step in steps}
+
+    def _delete(self, step: int) -> int:
+        """Delete a checkpoint; returns the bytes of its files that no other one links to. Renamed first, it is complete
+        or absent for any process that reads meanwhile."""
         deleting = self.folder / f".deleting-{folder_name(step)}"
         with contextlib.suppress(OSError):  # the next `prune` tries again
             self.discard(deleting)
             self.path(step).rename(deleting)
+            files = [path.stat() for path in deleting.iterdir()]
             self.discard(deleting)
+            return sum(found.st_size for found in files if found.st_nlink == 1)
+        return 0
 
     # Reading
 
@@ -438,6 +453,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
 
 FORMAT = 2
 SHARDED_FORMAT = 3  # of a checkpoint with a `sharding`
+FIXED_FORMAT = 4  # of one with tensors that training does not change in files of their own; perhaps with a `sharding`
 STRUCTURE = "structure.pt"
 OPAQUE = "opaque"
 
@@ -470,8 +486,8 @@ class Manifest:
             manifest = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"manifest.json cannot be read: {error}") from None
-        if manifest.format not in (FORMAT, SHARDED_FORMAT):
-            readable = f"formats {FORMAT} and {SHARDED_FORMAT}"
+        if manifest.format not in (FORMAT, SHARDED_FORMAT, FIXED_FORMAT):
+            readable = f"formats {FORMAT} to {FIXED_FORMAT}"
             raise CheckpointError(f"its format is {manifest.format}, this version of Laststep reads {readable}")
         if manifest.step != step or not manifest._is_complete():
             raise CheckpointError(f"manifest.json does not describe step {step}")
@@ -510,7 +526,7 @@ class Manifest:
         )
         if not described or not self.shards or self.files.keys() - self.opaque.keys() != {STRUCTURE, *self.shards}:
             return False
-        if self.format == FORMAT:
+        if self.format == FORMAT or (self.format == FIXED_FORMAT and self.sharding == []):
             return self.sharding == []
         counts = self.sharding if isinstance(self.sharding, list) else []
         return all(type(count) is int and count > 0 for count in counts) and sum(counts) == len(self.shards)

@@ -31,15 +31,11 @@ see `CheckpointStore.make_room`: a retry then has their room.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import mmap
-import os
 import secrets
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,13 +44,16 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from laststep.checkpoint.files import CheckpointError, FileEntry, Stripe, own_stripe, stripe_count
+from laststep.checkpoint.direct import write_hashed
+from laststep.checkpoint.files import CheckpointError, FileEntry, own_stripe, stripe_count
+from laststep.checkpoint.links import Links
+from laststep.checkpoint.memory import reusable_buffer, whole_pages
 from laststep.checkpoint.opaque import Share
-from laststep.checkpoint.pack import Packed, serialized_structure
+from laststep.checkpoint.pack import Packed, has_fixed, serialized_structure
 from laststep.checkpoint.store import (
     BY_LOSS,
+    FIXED_FORMAT,
     FORMAT,
     SHARDED_FORMAT,
     STRUCTURE,
@@ -63,6 +62,7 @@ from laststep.checkpoint.store import (
     shard_name,
     syncs_names,
 )
+from laststep.config.anchors import NO_ANCHORS, Anchors
 from laststep.config.ranking import Ranking
 from laststep.ranks.meeting import with_prefix
 from laststep.ranks.world import ShardPlace
@@ -115,6 +115,7 @@ class _SaveJob:
     keep_last: int
     keep_best: int
     ranking: Ranking
+    anchors: Anchors
 
 
 class CheckpointWriter:
@@ -143,6 +144,7 @@ class CheckpointWriter:
             self._keys.set("token", secrets.token_hex(4))
         self._token = ""
         self._number = 0
+        self.links = Links(store)
         self._jobs: SimpleQueue[_SaveJob | int | None] = SimpleQueue()
         self._idle, self._closed = threading.Event(), threading.Event()
         self._idle.set()
@@ -162,10 +164,10 @@ class CheckpointWriter:
         the first save need not: one of 12 GB, which is pinned for a GPU, takes seconds. A save that comes earlier waits
         for it."""
         packed = Packed(state, self.place)
-        start, stop = (0, 0) if (stripe := self._stripe(packed)) is None else stripe.bounds(packed.bytes)
-        if self._idle.is_set() and start < stop:
+        count = sum(whole_pages(stop - start) for _, start, stop, _ in self._stripes(packed)[1])
+        if self._idle.is_set() and count:
             self._idle.clear()
-            self._jobs.put(stop - start)
+            self._jobs.put(count)
 
     def next_folder(self, step: int) -> Path:
         """The folder of the checkpoint of `step` that the next `start` will begin to write: another may write there
@@ -183,6 +185,7 @@ class CheckpointWriter:
         keep_best: int,
         ranking: Ranking = BY_LOSS,
         opaque: Share | None = None,
+        anchors: Anchors = NO_ANCHORS,
     ) -> None:
         """Start to save `state`, which may change as soon as this returns. Waits for the previous save first.
 
@@ -196,28 +199,36 @@ class CheckpointWriter:
         part = self._copy(state)
         self._number += 1
         info = replace(info, metrics=dict(info.metrics))
-        job = _SaveJob(self._number, info, part, opaque, before_commit, keep_last, keep_best, ranking)
+        job = _SaveJob(self._number, info, part, opaque, before_commit, keep_last, keep_best, ranking, anchors)
         self._idle.clear()
         self._jobs.put(job)
 
-    def _stripe(self, packed: Packed) -> Stripe | None:
-        """What this rank writes of its shard."""
-        return own_stripe(packed.most_bytes, self.place.replica, self.place.replicas)
+    def _stripes(self, packed: Packed) -> tuple[int, list[tuple[int, int, int, bool]]]:
+        """Into how many files each shard is cut; and what this rank writes of its own: the number of a file, where its
+        bytes begin and end in those of the shard, and whether they are of fixed tensors."""
+        runs = [(*count, fixed) for count, fixed in ((packed.changing, False), (packed.fixed, True)) if count[1]]
+        files, begin, own = 0, 0, []
+        for count, most, fixed in runs or [(0, 0, False)]:
+            if (stripe := own_stripe(most, self.place.replica, self.place.replicas)) is not None:
+                start, stop = stripe.bounds(count)
+                own.append((files + stripe.number, begin + start, begin + stop, fixed))
+            files, begin = files + stripe_count(most, self.place.replicas), begin + count
+        return files, own
 
     def _copy(self, state: Any) -> Part:
         """This rank's part of `state`, valid until the next call."""
         place, packed = self.place, Packed(state, self.place)
-        files = stripe_count(packed.most_bytes, place.replicas)  # of each shard
+        files, stripes = self._stripes(packed)
         sharding = [files] * place.shards if place.shards > 1 else []
-        stripe = self._stripe(packed)
-        if stripe is None:
-            return Part(packed.structure, sharding, None, memoryview(b""))
-        start, stop = stripe.bounds(packed.bytes)
-        self._reserve(stop - start)
-        data = self._buffer[: stop - start]
-        packed.copy(start, stop, data)
-        name = shard_name(place.shard * files + stripe.number, place.shards * files)
-        return Part(packed.structure, sharding, name, data.numpy().data)
+        self._reserve(sum(whole_pages(stop - start) for _, start, stop, _ in stripes))
+        parts, copied = list[FilePart](), 0
+        for number, start, stop, fixed in stripes:
+            data = self._buffer[copied : copied + stop - start]
+            packed.copy(start, stop, data)
+            name = shard_name(place.shard * files + number, place.shards * files)
+            parts.append(FilePart(name, data.numpy().data, fixed))
+            copied += whole_pages(stop - start)  # where direct I/O begins
+        return Part(packed.structure, sharding, parts)
 
     def _reserve(self, count: int) -> None:
         if self._buffer.numel() < count:
@@ -254,28 +265,31 @@ class CheckpointWriter:
         try:
             self._token = self._token or self._await_key("token")
             tag = f"{self._token}-{job.number}"
-            self._write_part(job, tag)
+            files = self._write_part(job, tag)
             if self._rank == 0:
                 self._keys.set(f"{job.number}/result", json.dumps(self._commit(job, tag)))
             result: _Result = json.loads(self._await_key(f"{job.number}/result"))
             error = CheckpointError(result["error"]) if result["error"] is not None else None
             freed = result["freed"]
+            if error is None:
+                self.links.note(job.info.step, {file.name: files[file.name] for file in job.part.files if file.fixed})
         except Exception as cause:  # such as a dist.DistError: the key-value store dies with rank 0
             error = self._store.write_error(job.info.step, reason_of(cause))
         self.error, self.freed = error, freed
 
-    def _write_part(self, job: _SaveJob, tag: str) -> None:
-        """Write this rank's files, and report them or the error to rank 0."""
+    def _write_part(self, job: _SaveJob, tag: str) -> dict[str, FileEntry]:
+        """Write this rank's files, and report them or the error to rank 0. Returns the files."""
         report: _PartReport = {"files": {}, "error": None, "full": False}
         try:
             writing = self._store.writing_folder(job.info.step, tag)
-            if self._rank == 0 or job.part.file is not None:
+            if self._rank == 0 or job.part.files:
                 self._store.create_writing_folder(job.info.step, tag)
             if self._rank == 0:
                 job.before_commit()
                 report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.part.structure)])
-            if (name := job.part.file) is not None:
-                report["files"][name] = write_file(writing / name, self._chunks(job.part.data))
+            for name, data, fixed in job.part.files:
+                linked = self.links.take(job.info.step, writing / name, self._chunks(data)) if fixed else None
+                report["files"][name] = linked or write_file(writing / name, self._chunks(data))
             if job.opaque is not None:
                 report["files"] |= job.opaque.entries(writing, self._check_open)
         except Exception as error:  # of any kind: rank 0 waits for this report
@@ -283,6 +297,7 @@ class CheckpointWriter:
         self._keys.set(f"{job.number}/{self._rank}", json.dumps(report))
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
+        return report["files"]
 
     def _commit(self, job: _SaveJob, tag: str) -> _Result:
         """On rank 0: wait for all ranks, then commit what they wrote. Any error is a result: the others wait for one.
@@ -295,9 +310,9 @@ class CheckpointWriter:
             errors = [report["error"] for report in reports if report["error"] is not None]
             if not errors:
                 files = {name: entry for report in reports for name, entry in report["files"].items()}
-                self._store.commit(writing, make_manifest(job.info, self._size, files, job.part.sharding))
+                self._store.commit(writing, make_manifest(job.info, self._size, files, job.part))
                 with suppress(OSError):  # what could not be deleted now is deleted after the next save
-                    self._store.prune(step, job.keep_last, job.keep_best, job.ranking)
+                    self._store.prune(step, job.keep_last, job.keep_best, job.ranking, job.anchors)
                 return {"error": None, "freed": 0}
             error, full = str(self._store.write_error(step, errors[0])), any(report["full"] for report in reports)
         except _WriterClosed:  # those of the others are closed, too
@@ -311,7 +326,7 @@ class CheckpointWriter:
         freed = 0
         if full:
             with suppress(OSError):
-                freed = self._store.make_room(job.keep_best, job.ranking)
+                freed = self._store.make_room(job.keep_best, job.ranking, job.anchors)
         return {"error": error, "freed": freed}
 
     def _await_reports(self, number: int) -> list[_PartReport]:
@@ -369,101 +384,40 @@ class _WriterClosed(OSError):
     """The CheckpointWriter was closed while its thread waited or wrote."""
 
 
-def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry], sharding: list[int]) -> Manifest:
+class FilePart(NamedTuple):
+    """A file that a rank writes."""
+
+    name: str
+    data: memoryview
+    fixed: bool  # whether it has only tensors that training does not change, see `laststep.checkpoint.links`
+
+
+class Part(NamedTuple):
+    """What a rank writes of the state."""
+
+    structure: Any  # of the whole state, see `laststep.checkpoint.pack`
+    sharding: list[int]  # see `Manifest`
+    files: Sequence[FilePart] = ()
+
+
+def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEntry], part: Part) -> Manifest:
     """The manifest of a checkpoint with these files, which this many ranks trained."""
     metrics, numerics = dict(info.metrics), dict(info.numerics)
     return Manifest(
         *(info.step, info.epoch, info.samples, world_size, metrics, files, numerics, info.config),
-        format=SHARDED_FORMAT if sharding else FORMAT,
-        sharding=sharding,
+        format=FIXED_FORMAT if has_fixed(part.structure) else SHARDED_FORMAT if part.sharding else FORMAT,
+        sharding=part.sharding,
     )
 
 
 def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
-    """Write a new file so that it survives a power cut; returns its entry in the manifest.
-
-    With `sync_bytes` it is synced each time that about so much is written, so that no sync takes long.
-    """
-    digest, size, synced = hashlib.sha256(), 0, 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-            if sync_bytes is not None and size - synced >= sync_bytes:
-                file.flush()
-                os.fsync(file.fileno())
-                synced = size
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a new file so that it survives a power cut, see `write_hashed`; returns its entry in the manifest."""
+    size, sha256 = write_hashed(path, chunks, sync_bytes)
     if not syncs_names(path):
         fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": sha256}
 
 
 def reason_of(error: Exception) -> str:
     """The error in one line, for the message that a checkpoint could not be written."""
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-class Part(NamedTuple):
-    """A stripe of a shard of the state."""
-
-    structure: Any  # of the whole state, see `laststep.checkpoint.pack`
-    sharding: list[int]  # see `Manifest`
-    file: str | None  # for the stripe, if this rank writes one
-    data: memoryview  # its bytes
-
-
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device (CUDA Runtime API, section 6.11)
-
-
-class HostMemory:
-    """Zeroed memory of this process alone, as a tensor of bytes.
-
-    It is hidden from processes forked later, such as loader workers: otherwise each page would be copied on the next
-    write, which makes a save ten times as slow, and would stay in memory as long as they live.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):  # Linux
-            self._memory.madvise(mmap.MADV_DONTFORK)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:count]
-
-    def release(self, start: int, stop: int) -> None:
-        """Return the whole pages in [start, stop) to the system. Their bytes are zero from now on."""
-        start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < stop and hasattr(mmap, "MADV_DONTNEED"):
-            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-
-
-def reusable_buffer(count: int, device: torch.device) -> Tensor:
-    """A buffer of `count` bytes that every save copies its stripe into, so that only the first save pays for new pages.
-
-    For a GPU the memory is pinned. torch's own pinned memory would be up to twice as large: its allocator rounds every
-    request up to a power of two (PowerOf2Ceil in ATen/core/CachingHostAllocator.h). So whole pages are mapped and then
-    pinned, as torch/cuda/_pin_memory_utils.py does; where CUDA refuses that, torch's allocator is used.
-    """
-    if device.type == "cuda":
-        pinned = _pinned(whole_pages(count), device)
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned is None else pinned[:count]
-    return HostMemory(count).tensor.zero_()
-
-
-def whole_pages(count: int) -> int:
-    """`count` bytes, at least one, rounded up to whole pages."""
-    return -(-max(count, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _pinned(count: int, device: torch.device) -> Tensor | None:
-    """`count` bytes of pinned memory, which is unpinned before it is freed; None if CUDA refuses."""
-    # Written to first: the driver keeps its lock while it pins pages, and other threads launch kernels meanwhile.
-    memory = HostMemory(count).tensor.zero_()
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    if int(runtime.cudaHostRegister(address, count, PORTABLE)):
-        with suppress(RuntimeError):  # CUDA reports the refusal once more, at the next kernel: let it be this one
-            torch.zeros(1, device=device)
-        return None
-    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
-    return memory

@@ -174,12 +174,13 @@ class _Stop:
 
 def _request_local_stop(run: RunDir, job_id: str) -> None:
     """Signal the launcher, whose pid is part of the job id. Raises SlurmError when it is elsewhere."""
-    host = (disk.lock_holder(run.lock) or "").rpartition(" on ")[2]
+    submitted = [line for line in read_submissions(run.submissions) if line["job_id"] == job_id]
+    launcher = submitted[-1].get("process", "") if submitted else ""  # older versions have not recorded it
+    # The ranks may be elsewhere, see laststep.cli.shell: the command that has started them passes the signal on.
+    host = submitted[-1].get("host", "") if submitted else (disk.lock_holder(run.lock) or "").rpartition(" on ")[2]
     if host and host != socket.gethostname():
         raise SlurmError(f"it runs with --local on {host}; cancel it there")
     pid = int(job_id.rpartition("-")[2])
-    submitted = [line for line in read_submissions(run.submissions) if line["job_id"] == job_id]
-    launcher = submitted[-1].get("process", "") if submitted else ""  # older versions have not recorded it
     if launcher and not is_here(launcher):
         raise SlurmError("it runs with --local in another container or on another machine; cancel it there")
     if launcher and not lives_here(launcher):  # dead, and its ranks stop by themselves; the pid may be another's

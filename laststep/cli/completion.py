@@ -21,7 +21,7 @@ from laststep.config.keys import fields_of
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
-PATHS = ("data.root", "launch.root", "model.weights")
+PATHS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""

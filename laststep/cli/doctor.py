@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,6 +57,7 @@ def _check_here(config: Config) -> int:
     found = diagnose(config)
     _show("this machine", _machine())
     _show("launch.root", _folder(found.run_root))
+    _show("environments", _environments())
     if found.slurm:
         _show("Slurm", _cluster(found.slurm))
         _show_partitions(found.slurm)
@@ -136,6 +138,34 @@ def _machine() -> Facts:
         facts.append(("GPUs", "none that torch can use; --local and --debug train on the CPU"))
     facts.append(("CPUs", len(os.sched_getaffinity(0))))
     return facts
+
+
+def _environments() -> Facts:
+    """What could hold the packages of a run, see launch.uv, launch.container and launch.setup."""
+    from laststep.code import uv
+    from laststep.submission import container
+
+    image = next((version for name in ("apptainer", "singularity") if (version := _version(name))), None)
+    program, project = uv.find_uv(), uv.project_of(Path.cwd())
+    lock = f", {project / uv.LOCK}" if project else f", no {uv.LOCK} in this folder"
+    active = os.environ.get("CONDA_PREFIX") or (sys.prefix if sys.prefix != sys.base_prefix else None)
+    return [
+        ("active", f"{active or 'none'}: the job runs {sys.executable}"),
+        ("uv", f"{_version(program)}{lock}" if program else "no uv here"),
+        (
+            "launch.container",
+            f"{image or 'no Apptainer, no Singularity'}; {'' if container.has_pyxis() else 'no '}Pyxis",
+        ),
+        ("modules", "for launch.setup" if os.environ.get("MODULESHOME") else "no `module` command in this shell"),
+    ]
+
+
+def _version(program: str | None) -> str | None:
+    """What a program says of its version; None without one."""
+    with suppress(OSError, subprocess.SubprocessError):
+        words = [str(program), "--version"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or program
+    return None
 
 
 def _driver() -> str | None:

@@ -36,6 +36,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
     add_checkpoint(parser)
     parser.add_argument(
+        "--trained", action="store_true", help="only what the run trains: without frozen weights, so adapters alone"
+    )
+    parser.add_argument(
         "--format", choices=[DCP], help=f"{DCP}: a new folder OUT, for torch.distributed.checkpoint.load"
     )
 
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_target(out, is_folder)
     folder = named_run(args)
     script.check_knows_us(run_config.as_submitted(folder), f"export {folder.name}")
-    weights = export.read_run(folder, args.step, args.best, args.raw)
+    weights = export.read_run(folder, args.step, args.best, args.raw, args.trained)
     manifest = weights.manifest
     if is_folder:
         files = write_folder(out, weights.tensors)
@@ -61,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {', '.join(f'{name} {value:.4f}' for name, value in weights.metrics.items())}")
     if weights.adapters:
         print("  adapters alone: load them by peft's set_peft_model_state_dict into the base model that was trained")
+    if args.trained:
+        print(f"  without {counted(weights.left_out, 'frozen tensor')}")
     print(f"  {parameters} in {counted(len(weights.tensors), 'tensor')}, {_size(files)}")
     return 0
 

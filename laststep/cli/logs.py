@@ -15,8 +15,9 @@ from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
+from laststep.runs.pending import WaitReport, waiting_for
 from laststep.runs.run_logs import BEGINS, OF_OTHERS, Line, MergedLogs, attempt_numbers, print_cause
-from laststep.runs.run_status import StatusReader, WaitReport, records_of, still_prints, waiting_for
+from laststep.runs.run_status import StatusReader, records_of, still_prints
 from laststep.say import command, counted, note
 
 POLL_S = 1.0

@@ -17,7 +17,7 @@ from laststep.ranks.fault import ONE_LINE
 from laststep.records import former_names
 from laststep.say import command, note
 
-PATH_KEYS = ("data.root", "launch.root", "model.weights")
+PATH_KEYS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-import signal
 import sys
 import tempfile
 import textwrap
@@ -31,7 +30,6 @@ from laststep.cli.parsers import (
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine
-from laststep.rundir import RunDir
 from laststep.say import counted
 
 if TYPE_CHECKING:
@@ -87,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.proof import verdict
     from laststep.proof.runs import LEAST_STEPS, Prover
     from laststep.runs import run_folders
+    from laststep.submission.local import train_here
 
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         if copy.linked:
             say(textwrap.fill(f"links  {verdict.listed(copy.linked)}: too large to copy, the script sees yours", 80))
         report = lambda attempt: say(verdict.line_of(attempt))  # noqa: E731
-        prover = Prover(config, args.steps, _train, report, args.ignore, args.minutes)
+        prover = Prover(config, args.steps, train_here, report, args.ignore, args.minutes)
         proof = prover.prove()
         written = copy.written()
         say("\n".join([*verdict.summary(proof), *verdict.outside(written)]))
@@ -124,6 +123,7 @@ def smoke(config: Config, machine: Machine) -> int:
     from laststep.proof.runs import SMOKE_STEPS, Prover
     from laststep.records.attempt_record import reason_in, users_line_in
     from laststep.submission import submission
+    from laststep.submission.local import train_here
 
     began = time.monotonic()
     with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
@@ -131,7 +131,7 @@ def smoke(config: Config, machine: Machine) -> int:
         train = dataclasses.replace(config.train, max_steps=min(config.train.max_steps or SMOKE_STEPS, SMOKE_STEPS))
         config = submission.ready(dataclasses.replace(config, launch=launch, train=train), machine)
         script.check_knows_us(config, "--smoke")
-        prover = Prover(config, None, _train, lambda _: None)
+        prover = Prover(config, None, train_here, lambda _: None)
         prover.smoke()
         for line in verdict.outside(copy.written()):
             print(line)
@@ -167,22 +167,6 @@ def _prepare(config: Config, folder: str) -> Config:
     if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
         launch = dataclasses.replace(launch, tasks_per_node=2)
     return submission.ready(dataclasses.replace(config, launch=launch), Machine(Way.LOCAL))
-
-
-def _train(config: Config, run: RunDir) -> str | None:
-    """Train one attempt here; returns why its ranks refused, if they did. Leaves no process behind."""
-    from laststep.submission.local import POLL_S, LocalRanks
-
-    ranks = LocalRanks(config, run)
-    try:
-        ranks.start()
-        while ranks.alive():
-            time.sleep(POLL_S)
-    finally:
-        ranks.send(signal.SIGKILL)
-        while ranks.alive():
-            time.sleep(POLL_S)
-    return ranks.refusal() if ranks.status() == 2 else None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
 from laststep.cli.verbs import VERBS
+from laststep.config import secret
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
@@ -116,6 +117,8 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
         started = _load_started(run, world)
         config = run_config.with_former_defaults(config, started, overrides)
         _check_same(config, started)
+        if world.rank == 0:
+            secret.write(run.secrets)
     try:
         return _rank(config, run, world)
     except ConfigError:
@@ -183,7 +186,7 @@ def _check_same(config: Config, started: Config) -> None:
                 f"{script.shown(value)}: {config.launch.name} was started as {then}, and a run keeps its words; choose "
                 "another --name, or begin another run with LASTSTEP_NEW=1"
             )
-        if value != before[key] and not key.startswith("launch."):
+        if value != before[key] and not run_config.may_change(key):
             raise ConfigError(
                 f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "
                 "values; leave this one out, or choose another --name"

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from laststep import rooms
 from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
 from laststep.config.errors import ConfigError
 from laststep.config.keys import fields_of
@@ -65,4 +66,7 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         curves=read_curves(run.metrics, kept),
         config={key: value for key, _, value in fields_of(config)},
         yaml=config.to_yaml(),
+        figures=rooms.figures(run),
+        more=rooms.facts(run),
+        links=rooms.links(run),
     )

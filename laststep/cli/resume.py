@@ -62,8 +62,8 @@ def add_arguments(parser: Parser) -> None:
         "overrides",
         nargs="*",
         metavar=LAUNCH_KEY,
-        help="a launch.* key to change, or a later end: train.epochs=N, train.max_steps=N; the rest of the run's "
-        "configuration stays as it is",
+        help="a launch.* or track.* key to change, or a later end: train.epochs=N, train.max_steps=N; the rest of "
+        "the run's configuration stays as it is",
     )
 
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     folder = run_folders.find_run_to_continue(args.run, root)
     for word in overrides:
         key = word.partition("=")[0]
-        if key == "launch.name" or not (key.startswith("launch.") or key in run_config.ENDS):
+        if key == "launch.name" or not run_config.may_change(key):
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
                 f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
@@ -129,7 +129,7 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     Raises ConfigError where the run has failed in a file that has changed since: it would fail there again, or nobody
     would know with which code it has trained.
     """
-    from laststep.code import code_copy
+    from laststep.code import code_copy, uv
     from laststep.records.attempt_record import users_line_in
     from laststep.records.submissions import read_submissions
     from laststep.runs.run_status import records_of
@@ -142,6 +142,7 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     if choice == "new" and not live and not dry_run:
         code_copy.replace_copy(run)
+        uv.forget(run)
     if not changed:
         return
     if live or choice == "new":

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from laststep import rooms
 from laststep.cli.parsers import Parser, add_runs, split
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import metrics_in, newest_epoch
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
+from laststep.runs.pending import Pending, explain
 from laststep.runs.run_status import STATES, RunStatus, StatusReader, time_of
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ Show the state of all runs, or of the named ones: those that run first, then
 those that wait, then the others, each with the newest first. A single run is
 shown with its attempts. On a narrow terminal, only what fits is shown."""
 WAITING = ("queued", "requeued", "unknown")
+EXPLAIN_EVERY_S = 60.0  # under --watch
 
 
 def add_arguments(parser: Parser) -> None:
@@ -65,7 +70,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.json:
         wanted = read().wanted
-        fields = ({**vars(one), "time_s": vars(time_of(one)), **shown.fields(one.run)} for one in wanted)
+        fields = (
+            {
+                **vars(one),
+                "time_s": vars(time_of(one)),
+                "links": rooms.links(RunDir(one.folder)),
+                **rooms.fields(RunDir(one.folder)),
+                **shown.fields(one),
+            }
+            for one in wanted
+        )
         print(json.dumps(list(fields), indent=1))
     elif args.watch:
         from laststep.cli.status_tables import watch
@@ -97,10 +111,16 @@ class _Runs:
 
     def __init__(self, names: Sequence[str], root: str) -> None:
         self._names, self._root = names, root
+        self._pending: Pending | None = None  # of a single run
+        self._asked: object = None
+        self._asked_at = 0.0
 
     def read(self, reader: StatusReader) -> list[RunStatus]:
         if self._names:
-            return reader.read(self._named())
+            found = reader.read(self._named())
+            if len(found) == 1:
+                self._explain(found[0])
+            return found
         newest_first = reader.read(run_folders.all_runs(self._root)[::-1])
         return sorted(newest_first, key=lambda status: (not status.alive, status.state in WAITING))
 
@@ -112,11 +132,20 @@ class _Runs:
         if not reading.found:
             return View([], [Text(f"no run in {self._root}/ yet")])
         if len(self._names) == len(reading.found) == len(reading.wanted) == 1:
-            return run_view(self._named()[0], reading.wanted[0], width)
+            return run_view(self._named()[0], reading.wanted[0], self._pending, width)
         return table_view(*reading, width, {})
 
-    def fields(self, run: str) -> dict[str, Any]:
-        return {}
+    def fields(self, status: RunStatus) -> dict[str, Any]:
+        if len(self._names) != 1:  # for each of many, Slurm would be asked too often
+            return {}
+        return {"pending": None if self._pending is None else dataclasses.asdict(self._pending)}
+
+    def _explain(self, status: RunStatus) -> None:
+        """Ask Slurm why a single run waits; under --watch again once it says another reason, or after a while."""
+        asked = (status.job_id, status.state, status.why)
+        if asked != self._asked or time.monotonic() > self._asked_at + EXPLAIN_EVERY_S:
+            self._pending, self._asked = explain(self._named()[0], status), asked
+            self._asked_at = time.monotonic()
 
     def _named(self) -> list[RunDir]:
         return run_folders.find_runs(self._names, self._root)
@@ -163,7 +192,8 @@ class _Sweep:
         columns[self._metric] = {run: number(value) for run, value in self._values.items()}
         return table_view(*reading, width, columns)
 
-    def fields(self, run: str) -> dict[str, Any]:
+    def fields(self, status: RunStatus) -> dict[str, Any]:
+        run = status.run
         return {"varied": self._varied[run], "metric": {self._metric: self._values[run]}}
 
 

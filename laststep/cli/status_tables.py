@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.control import Control
 from rich.text import Text
 
+from laststep import rooms
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.job.nodes import left_nodes
@@ -35,6 +36,7 @@ from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, reason_in, start_of
 from laststep.records.metrics import damaged_lines, metrics_in, newest_epoch
 from laststep.rundir import RunDir
+from laststep.runs.pending import Pending, when
 from laststep.runs.run_status import STATES, RunStatus, records_of, settled, time_of
 
 COLOURS = {
@@ -177,6 +179,13 @@ def _history(runs: Sequence[RunStatus], least: int) -> list[Column]:
     ]
 
 
+def _of_rooms(runs: Sequence[RunStatus]) -> list[Column]:
+    """A column for each cell that a room has for one of the runs that train."""
+    cells = [rooms.cells(RunDir(run.folder)) if run.state == "running" else {} for run in runs]
+    titles = dict.fromkeys(title for each in cells for title in each)
+    return [_column(title, [each.get(title, "") for each in cells], gives_way=3) for title in titles]
+
+
 def table_view(
     found: Sequence[RunStatus],
     wanted: Sequence[RunStatus],
@@ -193,7 +202,7 @@ def table_view(
     least = (width or 0) // 4
     progress = _progress(wanted, least)
     further = [_column(title, [cells[run.run] for run in wanted], gives_way=10) for title, cells in columns.items()]
-    table = FittedTable([*progress[:2], *further, *progress[2:], *_history(wanted, least)], width)
+    table = FittedTable([*progress[:2], *further, *progress[2:], *_of_rooms(wanted), *_history(wanted, least)], width)
     return View([table.header], table.rows(), more, _totals(found))
 
 
@@ -204,12 +213,13 @@ def _totals(runs: Sequence[RunStatus]) -> Text:
     return Text(", ").join(_state(state, f"{count[state]:,} ") for state in (*COLOURS, *plain) if count[state])
 
 
-def run_view(run: RunDir, status: RunStatus, width: int | None) -> View:
-    """One run: its row, its measures and files, damage in these, and its attempts with the reason of each failure."""
+def run_view(run: RunDir, status: RunStatus, pending: Pending | None, width: int | None) -> View:
+    """One run: its row, why it waits, its measures and files, damage in these, its attempts with the reason of each
+    failure."""
     records = settled(run, records_of(run), status.alive)
     table = FittedTable(_progress([status], 0), width)
     lines = [table.header, *table.rows(), Text()]
-    for name, fact in _facts(run, status, records).items():
+    for name, fact in _facts(run, status, records, pending).items():
         lines += _folded(f"{name:<13}", fact, width)
     for path in (run.attempts, run.metrics):
         if count := damaged_lines(path):
@@ -219,13 +229,19 @@ def run_view(run: RunDir, status: RunStatus, width: int | None) -> View:
     return View([], lines)
 
 
-def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> dict[str, str]:
+def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord], pending: Pending | None) -> dict[str, str]:
     """What a run's own view shows besides its row, by name."""
     facts = {"job": status.job_id or "", "reason": status.why}
     if records and status.why == reason_in(records[-1]["error"]):
         del facts["reason"]  # the attempt shows it
-    if status.starts_at:
-        facts["starts"] = f"{_clock(status.starts_at)}, as Slurm expects"
+    starts_at = status.starts_at
+    if pending is not None:
+        facts["reason"], starts_at = pending.why, pending.starts_at
+    if starts_at:
+        facts["starts"] = f"{_clock(starts_at)}, as Slurm expects"
+    if pending is not None and pending.sooner:
+        facts["sooner"] = "; ".join(f"{one.change}: {when(one.starts_at)}" for one in pending.sooner)
+        facts["sooner"] += f" (`cancel {run.name}`, then `resume {run.name}` with it)"
     if status.started_at:
         facts["started"] = f"{_clock(status.started_at)}, {duration(time.time() - status.started_at)} ago"
         lost = f"{status.lost_steps or 'no'} step{'s' * (status.lost_steps > 1)} lost"
@@ -235,9 +251,11 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord]) -> 
             facts["attempts"] = f"{status.attempts}, {lost}"  # without goodput, which would contradict `time`
             facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
+    facts |= rooms.facts(run)
     facts["excludes"] = _excluded(run, records)
     if epoch := newest_epoch(run.metrics):
         facts[f"epoch {epoch['epoch']}"] = ", ".join(f"{name} {number(epoch[name])}" for name in metrics_in(epoch))
+    facts |= rooms.links(run)
     facts["folder"] = str(run.path)
     if log := _log(run, status, records):
         facts["log"] = log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from laststep import __version__
+from laststep import __version__, rooms
 from laststep.cli.parsers import (
     NEW_RUN_OPTIONS,
     Parser,
@@ -25,6 +25,7 @@ from laststep.say import note
 if TYPE_CHECKING:
     from laststep.config.config import Config
     from laststep.config.machine import Machine
+    from laststep.rundir import RunDir
 
 DESCRIPTION = "Start a new run: submit it to Slurm, or run it on this machine."
 EPILOG = f"""\
@@ -49,8 +50,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--from",
         dest="source",
-        metavar="RUN",
-        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is",
+        metavar="RUN[@STEP]",
+        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is; "
+        "@STEP: after that step, which is done again here where it has no checkpoint; "
+        "or a file or folder: begin with the weights and the optimiser that another tool has saved there",
     )
     add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
@@ -71,10 +74,18 @@ def run(args: argparse.Namespace) -> int:
     from laststep.config.config import Config
     from laststep.config.machine import Machine, Way
     from laststep.config.reads import given_by
-    from laststep.runs import run_folders
+    from laststep.ranks.slurm import own_nodes
+    from laststep.runs import run_folders, weights_source
     from laststep.submission import submission
 
-    way, overrides, source, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None, None
+    way, overrides, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    source: RunDir | None = None
+    step: int | None = None
+    if (nodes := own_nodes()) is not None:
+        way = Way.LOCAL if way in (Way.SLURM, Way.FOLLOW) else way
+        overrides = [*nodes.words, *overrides]
+    if args.source is not None and weights_source.is_foreign(args.source):
+        overrides, args.source = [*overrides, f"checkpoint.start_from={args.source}"], None
     if args.source is None:
         begins = config_of(args, overrides)
         config = Config.load(begins, overrides, args.site or run_folders.site())
@@ -88,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--site {args.site}: --from {args.source} has a configuration already; leave this out")
         from laststep.submission import branch
 
-        source = branch.find_source(args.source, overrides)
-        config, stem = branch.configure(source, overrides), source.name
+        source, step = branch.find_source(args.source, overrides)
+        config, stem = branch.configure(source, overrides, step), source.name
     if args.smoke:
         return _smoke(args, config, Machine(Way.LOCAL, words=overrides, source=begins))
     machine = Machine(way, words=overrides, source=begins)
@@ -100,11 +111,26 @@ def run(args: argparse.Namespace) -> int:
     if unchecked := task_check.note_unchecked(config, machine):
         note(f"[laststep] {unchecked}")
     with run_folders.created(config, given_by(machine)) as folder:
-        copied = [] if source is None else [branch.copy_state(source, folder)]
+        copied = [] if source is None else [_copy_state(source, folder, step)]
         status = submission.start(config, folder, way, origin)
     if status == 2 and CheckpointStore(folder.checkpoints).steps() == copied:  # the ranks refused the configuration
         run_folders.remove(folder)
     return status
+
+
+def _copy_state(source: RunDir, folder: RunDir, step: int | None) -> int:
+    """Copy what the new run begins with; does a step without a checkpoint again. Raises ConfigError."""
+    from laststep.checkpoint.store import CheckpointStore
+    from laststep.submission import branch
+
+    if step is None or step in CheckpointStore(source.checkpoints).steps():
+        return branch.copy_state(source, folder, step)
+    if rooms.lacks_verb("replay"):
+        raise ConfigError(f"--from {source.name}@{step}: there is no checkpoint of this step")
+    from laststep.cli.replay import again_up_to
+
+    with again_up_to(source, step) as again:
+        return branch.copy_state(source, folder, step, again)
 
 
 def _smoke(args: argparse.Namespace, config: Config, machine: Machine) -> int:

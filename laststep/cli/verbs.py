@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from laststep import script
+from laststep import rooms, script
 from laststep.cli.parsers import Parser
 from laststep.config.errors import ConfigError
 from laststep.say import program
@@ -88,12 +88,19 @@ VERBS = {
         Verb("evaluate", "evaluate RUN", "validate a checkpoint again, on the same or on other data"),
         Verb("generate", "generate RUN", "print text that a language model writes"),
         Verb("prepare", "prepare TEXT OUT", "make token files for a language model from text"),
+        Verb("samples", "samples RUN", "name the samples that a step used, for every rank"),
+        Verb("replay", "replay RUN", "do a step again, with the same batch and the same bits"),
+        Verb("diff", "diff A B", "find where two runs part: the step, the rank, the operator"),
         Verb("report", "report RUN [...]", "write the curves and attempts of runs to an HTML page"),
         Verb("tensorboard", "tensorboard", "show the curves of all runs, or of these, in TensorBoard"),
+        Verb("shell", "shell", "nodes of your own, on which ranks start without a queue"),
+        Verb("disk", "disk", "show what each run holds on the disk, and what may go"),
+        Verb("track", "track RUN", "send to W&B, MLflow or trackio what they do not have yet"),
         Verb("doctor", "doctor", "check this cluster for anything that could break a run"),
         Verb("completion", "completion SHELL", "print a script that lets the Tab key complete all this"),
         Verb("help", "help [VERB]", "print this help, or that of a verb"),
     )
+    if not rooms.lacks_verb(verb.name)
 }
 
 

@@ -65,7 +65,7 @@ def copy_code(run: RunDir, config: Config) -> None:
         _check_size(PROJECT, ours)
         if origin.repository is not None:
             folder = Path(origin.repository)
-            theirs = list(dict.fromkeys([*_code_files(folder, root), *_generated(origin)]))
+            theirs = list(dict.fromkeys([*code_files(folder, root), *_generated(origin)]))
             _check_size(folder, theirs)
         # What is there already is not copied: of two files of one path, the user's stays, but within the package.
         _copy(PROJECT, [path for path in ours if path.parts[0] == PRESENT], partial)
@@ -98,7 +98,7 @@ def _remove_abandoned(run: RunDir) -> None:
 def _files_of_laststep(root: Path) -> list[Path]:
     """Laststep's own code files, relative to PROJECT."""
     if CLONE:
-        return [path for path in _code_files(CLONE, root) if path.parts[0] != FORMER]
+        return [path for path in code_files(CLONE, root) if path.parts[0] != FORMER]
     return [Path("laststep") / path for path in _walk(PROJECT / "laststep", root)]
 
 
@@ -119,7 +119,7 @@ def _fix(folder: Path) -> str:
     return f"name what is not code in .gitignore{'' if in_git else ' after `git init`, or move it elsewhere'}"
 
 
-def _code_files(folder: Path, root: Path) -> list[Path]:
+def code_files(folder: Path, root: Path) -> list[Path]:
     """The code files of a folder, relative to it. Raises ConfigError when there are too many files to be code."""
     files = list(itertools.islice(_files(folder, root, ()), MOST_FILES + 1))
     if len(files) > MOST_FILES:
@@ -283,7 +283,7 @@ def changed_files(run: RunDir, config: Config) -> list[str]:
     if origin.repository is None or not run.code.exists():
         return []
     folder, root = Path(origin.repository), Path(config.launch.root)
-    now = {*_code_files(folder, root), *_generated(origin)}
+    now = {*code_files(folder, root), *_generated(origin)}
     gone = {path for path in map(Path, _walk(run.code, root)) if not (folder / path).exists() and not _is_ours(path)}
     return sorted(str(path) for path in now | gone if _content(folder / path) != _content(run.code / path))
 
@@ -295,7 +295,7 @@ def edited_files(run: RunDir, config: Config, since: float) -> list[str]:
         return []
     folder, found = Path(origin.repository), []
     with contextlib.suppress(ConfigError):  # too many files to be code: only a copy needs to know
-        for path in {*_code_files(folder, Path(config.launch.root)), *_generated(origin)}:
+        for path in {*code_files(folder, Path(config.launch.root)), *_generated(origin)}:
             with contextlib.suppress(OSError):
                 if path.suffix == ".py" and (folder / path).stat().st_mtime > since:
                     found.append(str(path))

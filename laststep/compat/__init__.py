@@ -41,6 +41,37 @@ def positionals_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._get_positional_actions()
 
 
+# --- torch: operators as they run
+
+
+def dispatch_mode() -> Any:
+    """The class through which each operator passes, in a block of an object of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator (an OpOverload) returns and writes into, a torch.FunctionSchema."""
+    return operator._schema
+
+
+def autograd_number() -> int:
+    """How many nodes autograd has made in this thread: those that are made next have this number, and later ones."""
+    import torch
+
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def autograd_node_number() -> int | None:
+    """The number of the node whose backward pass runs now; None outside of a backward pass."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 # --- torch.distributed
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from laststep.config.anchors import Anchors
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
 from laststep.config.machine import Machine, Way
@@ -251,6 +252,7 @@ def _check_single_keys(config: Settings) -> None:
     minutes = config.checkpoint.every_minutes
     if isinstance(minutes, str) and minutes != "auto":
         raise ConfigError(f"checkpoint.every_minutes={minutes}: must be of type {FLOAT_OR_AUTO} or null, in minutes")
+    Anchors.parse(config.checkpoint.anchors)
 
 
 def _check_launch(config: Settings) -> None:
@@ -263,7 +265,15 @@ def _check_launch(config: Settings) -> None:
             f"launch.signal_delay_s={launch.signal_delay_s}: must be shorter than the time limit "
             f"(launch.time_min={launch.time_min}: {60 * launch.time_min} s)"
         )
+    if (least := launch.least_time_min) is not None:
+        if least > launch.time_min:
+            raise ConfigError(f"launch.least_time_min={least}: must be at most launch.time_min={launch.time_min}")
+        if launch.signal_delay_s >= 60 * least:
+            raise ConfigError(
+                f"launch.least_time_min={least}: must be longer than launch.signal_delay_s={launch.signal_delay_s} s"
+            )
     _check_alike(launch)
+    _check_environment(launch)
     for option in launch.slurm:
         if instead := RESERVED_SBATCH_OPTIONS.get(str(option).replace("_", "-")):
             raise ConfigError(f"launch.slurm.{option}: Laststep sets this itself; use {instead}")
@@ -283,6 +293,23 @@ def _check_launch(config: Settings) -> None:
         raise ConfigError(
             f"launch.name={launch.name!r}: use up to 200 letters, digits, '.', '_' and '-', a letter or digit first"
         )
+
+
+def _check_environment(launch: Launch) -> None:
+    """Raise ConfigError for two answers to the question which Python the ranks run."""
+    given = f"launch.uv={launch.uv}"
+    try:
+        options = launch.uv_options
+    except ValueError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    if options is None:
+        return
+    if options and not options[0].startswith("-"):
+        raise ConfigError(f"{given}: must be true, or options of `uv sync` such as '--extra cu128'")
+    if launch.container is not None:
+        raise ConfigError(f"{given}: with launch.container the packages are those of the image; leave one out")
+    if launch.python is not None:
+        raise ConfigError(f"{given}: launch.python={launch.python} names another Python; leave one out")
 
 
 def _check_gpus(config: Settings) -> None:

@@ -21,10 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.schema import Settings
 
-INT_OR_RANGE, FLOAT_OR_AUTO = "int or MIN-MAX", "float or auto"
+INT_OR_RANGE, FLOAT_OR_AUTO, INT_OR_SIZE = "int or MIN-MAX", "float or auto", "int or SIZE"
 UNITS = {"s": "seconds", "min": "minutes", "minutes": "minutes", "gb": "GB"}  # by the end of a key
 TEXT = ("str", "str | None", "dict[str, str]")
-TIME_KEY, SBATCH_OPTIONS = "launch.time_min", "launch.slurm"
+TIME_KEYS, SBATCH_OPTIONS = ("launch.time_min", "launch.least_time_min"), "launch.slurm"
+PARTITION = "launch.partition"
 TIME_FORMATS = "minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in sbatch"
 
 
@@ -62,7 +63,12 @@ def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 
 def kind_of(f: dataclasses.Field[Any]) -> str:
     """The type of a key as messages and the documentation show it, such as `int or MIN-MAX`."""
-    return str(f.type).replace("float | int | str", FLOAT_OR_AUTO).replace("int | str", INT_OR_RANGE)
+    return (
+        str(f.type)
+        .replace("float | int | str", FLOAT_OR_AUTO)
+        .replace("int | str", INT_OR_RANGE)
+        .replace("str | int", INT_OR_SIZE)
+    )
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,8 +151,10 @@ def value_of(key: str, kind: str | None, value: Any, written: Any) -> Any:
 
     Raises ConfigError for a time limit that sbatch would not take.
     """
-    if key == TIME_KEY and isinstance(written, str) and not isinstance(value, (bool, float, type(None))):
-        return minutes(written)
+    if key in TIME_KEYS and isinstance(written, str) and not isinstance(value, (bool, float, type(None))):
+        return minutes(written, key)
+    if key == PARTITION and isinstance(value, list) and all(isinstance(name, str) for name in written):
+        return ",".join(written) or None  # as sbatch has several
     if key == "script" and isinstance(value, str):  # as one types it: "train.py --lr 3e-4"
         return shlex.split(value)
     if kind == "list[str]" and isinstance(value, list):
@@ -158,7 +166,7 @@ def value_of(key: str, kind: str | None, value: Any, written: Any) -> Any:
     return value
 
 
-def minutes(text: str) -> int:
+def minutes(text: str, key: str = TIME_KEYS[0]) -> int:
     """A time limit in minutes, rounded up, from any of Slurm's formats (man sbatch, --time). Raises ConfigError."""
     if re.fullmatch(r"[+-]?\d+", text):
         return int(text)
@@ -169,7 +177,7 @@ def minutes(text: str) -> int:
     elif clock:
         d, (h, m, s) = 0, (int(part or 0) for part in clock.groups())
     else:
-        raise ConfigError(f"{TIME_KEY}={text}: must be {TIME_FORMATS}")
+        raise ConfigError(f"{key}={text}: must be {TIME_FORMATS}")
     return 24 * 60 * d + 60 * h + m + -(-s // 60)
 
 

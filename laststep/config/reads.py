@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
+from laststep import rooms
 from laststep.config.config import PACKAGED, find_config, keys_in, missing_keys
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import leaves
@@ -24,14 +25,16 @@ from laststep.config.schema import COMMAND, SCRIPT, Settings
 S = TypeVar("S")
 
 # What Laststep itself reads, whatever is trained. A name that ends in a dot stands for a whole section.
-ALWAYS = ("seed", "device", "task", "script", "launch.", "checkpoint.")
+ROOMS = tuple(f"{name}." for name in rooms.section_names())
+ALWAYS = ("seed", "device", "task", "script", "launch.", "checkpoint.", *ROOMS)
 # What the ready-made loop around a Task reads besides, and the loop around a user's function.
 FOR_A_TASK = (*ALWAYS, "train.", "data.workers", "model.weights", "optim.clip_norm")
 # All that is read where a command runs that does not know Laststep.
-FOR_A_COMMAND = ("task", "script", "launch.")
+FOR_A_COMMAND = ("task", "script", "launch.", *ROOMS)
 FOR_A_FUNCTION = (
     *ALWAYS,
-    *("train.log_every", "train.deterministic", "train.nonfinite", "train.rehearsal", "train.shares"),
+    *("train.log_every", "train.digest_every", "train.deterministic", "train.nonfinite", "train.rehearsal"),
+    "train.shares",
 )
 
 

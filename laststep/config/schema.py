@@ -4,20 +4,14 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from laststep import rooms
 from laststep.config.errors import ConfigError
-
-
-def setting(default: Any, help: str, *, choices: Sequence[str] = (), least: float | None = None) -> Any:
-    """A field with its help text and its limits: the allowed values, or the least one. Checks and docs use them."""
-    metadata = {"help": help, "choices": tuple(choices), "least": least}
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
+from laststep.config.setting import setting
 
 # The tasks that need no code of the user's, and the classes that they are.
 READY_MADE = {
@@ -141,6 +135,12 @@ class Train:
         "rank (FSDP2), for models that do not fit one GPU. hybrid: cut within each node",
         choices=("none", "full", "hybrid"),
     )
+    skip_steps: list[int] = setting(
+        [], "steps of a Task to leave out: their batches are passed over, and change nothing, e.g. [1234]"
+    )
+    skip_samples: list[int] = setting(
+        [], "samples of a Task to leave out of their batches, by their numbers, which `samples` shows"
+    )
     precision: str = setting(
         "fp32",
         "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "
@@ -186,6 +186,12 @@ class Train:
         "that DistributedDataParallel always adds in the same order. false: a resumed run's last bits may differ",
     )
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl always has every step", least=1)
+    digest_every: int | None = setting(
+        100,
+        "note a digest of the weights, buffers and optimiser in metrics.jsonl every N steps, which `replay` and `diff` "
+        "compare; null: none",
+        least=1,
+    )
 
 
 @dataclass
@@ -210,6 +216,12 @@ class Checkpoint:
         "the validation metric that ranks checkpoints, with :min or :max for which values are better, e.g. "
         "val_accuracy:max; with loss in its name, the lowest is best",
     )
+    anchors: str | int | None = setting(
+        None,
+        "checkpoints to keep for good besides, from which `replay` begins: one every N steps; or a size such as "
+        "200GB: as many as fit, the older the sparser; null: none",
+        least=1,
+    )
     replicas: int = setting(
         0,
         "copies of each rank's shard in another node's host memory, 0 or 1, for sharded models without hybrid: "
@@ -221,6 +233,11 @@ class Checkpoint:
         "renew these copies every N steps. 1: a step ends when its copies are complete, so none is lost. More: a "
         "rank that dies costs up to N",
         least=1,
+    )
+    start_from: str | None = setting(
+        None,
+        "start a new run from a checkpoint of another tool: its weights and the state of its optimiser, by names. A "
+        "file of torch.save, Lightning's .ckpt, or a folder of torch.distributed.checkpoint or transformers",
     )
 
 
@@ -278,7 +295,15 @@ class Launch:
         "time limit of one attempt: minutes, or H:M:S, D-H or D-H:M:S as for sbatch",
         least=1,
     )
-    partition: str | None = setting(None, "Slurm partition; null: the cluster's default")
+    least_time_min: int | None = setting(
+        None,
+        "shortest time limit that Slurm may give an attempt to start it sooner (sbatch --time-min); null: none but "
+        "launch.time_min",
+        least=1,
+    )
+    partition: str | None = setting(
+        None, "Slurm partition, or several: [a100,h100] takes the first that has room; null: the cluster's default"
+    )
     account: str | None = setting(None, "Slurm account to charge")
     qos: str | None = setting(None, "Slurm quality of service")
     constraint: str | None = setting(None, "node features that Slurm must provide, e.g. a100")
@@ -339,6 +364,16 @@ class Launch:
         "command that starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: the "
         "Python that submits",
     )
+    uv: str | None = setting(
+        None,
+        "true: the packages of the project's uv.lock, installed at the submission into a folder that all runs with the "
+        "same lock file share; or options of `uv sync`, such as '--extra cu128'; null: the environment that submits",
+    )
+    container: str | None = setting(
+        None,
+        "image in which the ranks run, with the folders and variables of the run: a .sif file or an unpacked folder "
+        "(Apptainer, Singularity), or a .sqsh file (Pyxis); launch.python is the Python in it (null: python3)",
+    )
     srun: list[str] = setting(
         [], "extra arguments for the srun that starts the ranks, e.g. --container-image=... for Pyxis"
     )
@@ -347,6 +382,13 @@ class Launch:
         {},
         "any other sbatch option, by its long name, e.g. launch.slurm.gres=gpu:a100:4; null: not this option",
     )
+
+    @property
+    def uv_options(self) -> list[str] | None:
+        """The options of `uv sync`; None where `uv` is off."""
+        if self.uv is None or self.uv.lower() in ("", "false", "null"):
+            return None
+        return [] if self.uv.lower() == "true" else shlex.split(self.uv)
 
     @property
     def ranks_per_node(self) -> int:
@@ -426,7 +468,11 @@ class Settings:
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    launch: Launch = field(default_factory=Launch)
+    launch: Launch = field(default_factory=Launch)  # rooms put their sections before it
+
+
+if not TYPE_CHECKING:
+    Settings = rooms.with_sections(Settings)
 
 
 def gpus_in(slurm: Mapping[str, Any], nodes: int | str, tasks_per_node: int) -> dict[str, int]:

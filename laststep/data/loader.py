@@ -218,17 +218,37 @@ class TrainBatchKeys:
     shares: Sequence[int]
     total: int
     micro_batches: int
+    skipped: Sequence[int] = ()  # samples that are left out of their batches; all others stay where they are
 
     def __iter__(self) -> Iterator[BatchKey]:
         for step in self.steps:
             epoch = self.order.epoch(step)
             for share in self.shares:
                 for indices in self.order.micro_batches(step, share, self.total, self.micro_batches):
-                    yield epoch, indices if len(indices) else self.order.batch(step)[:2]
+                    indices = self._left(indices)
+                    yield epoch, indices if len(indices) else self._filler(step)
+
+    def _left(self, indices: Indices) -> Indices:
+        return indices[~numpy.isin(indices, self.skipped)] if len(self.skipped) else indices
+
+    def _filler(self, step: int) -> Indices:
+        """Two samples in place of none."""
+        batch = self.order.batch(step)
+        return batch[:2] if not len(self._left(batch)) else self._left(batch)[:2]
+
+    def samples(self, step: int) -> int:
+        """How many samples of `step` count, on all ranks together."""
+        return len(self._left(self.order.batch(step))) if len(self.skipped) else self.order.count(step)
 
     def counts(self, step: int) -> list[int]:
         """How many samples of each micro-batch of `step` count."""
         order = self.order
+        if len(self.skipped):
+            return [
+                len(self._left(indices))
+                for share in self.shares
+                for indices in order.micro_batches(step, share, self.total, self.micro_batches)
+            ]
         sizes = [order.micro_batch_sizes(step, share, self.total, self.micro_batches) for share in self.shares]
         return sizes[0] if len(sizes) == 1 else [size for of_share in sizes for size in of_share]
 

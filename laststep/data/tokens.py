@@ -167,6 +167,14 @@ class TokenStream:
             start, number = until, number + 1
         return numpy.concatenate(found) if found else numpy.empty(0, self._folder.vocabulary.dtype)
 
+    def place_of(self, token: int) -> tuple[Path, int]:
+        """The file that holds a token, and the number of its document there, from 0."""
+        number = bisect.bisect_right(self._starts, token) - 1
+        begins = self._documents
+        first = int(numpy.searchsorted(begins, self._starts[number], "right"))
+        here = int(numpy.searchsorted(begins, token, "right"))
+        return self._file(self._folder.sources[number], "tokens"), max(0, here - first)
+
     def positions(self, start: int, stop: int) -> Indices:
         """The position of each of these tokens in its document, or since `start` where that is later."""
         places = numpy.arange(start, stop)

@@ -69,14 +69,15 @@ class SlurmSettings:
         )
 
     def of_partition(self, name: str | None) -> SlurmSettings:
-        """The same, with one partition and its nodes only; None: all. Raises ConfigError for an unknown partition."""
+        """The same, with one partition, or those in `a100,h100`, and their nodes only; None: all. Raises ConfigError
+        for an unknown partition."""
         if name is None:
             return self
-        names = [partition["PartitionName"] for partition in self.partitions]
-        if name not in names:
-            raise ConfigError(f"launch.partition={name}: no such partition; {nearest(name, names)}")
-        partitions = [partition for partition in self.partitions if partition["PartitionName"] == name]
-        nodes = [node for node in self.nodes if name in node.get("Partitions", "").split(",")]
+        names, wanted = [partition["PartitionName"] for partition in self.partitions], name.split(",")
+        if unknown := [one for one in wanted if one not in names]:
+            raise ConfigError(f"launch.partition={name}: no such partition; {nearest(unknown[0], names)}")
+        partitions = [partition for partition in self.partitions if partition["PartitionName"] in wanted]
+        nodes = [node for node in self.nodes if set(wanted) & set(node.get("Partitions", "").split(","))]
         return SlurmSettings(self.config, partitions, nodes, self.sacct_error)
 
 

@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from laststep import rooms
 from laststep.attempt.grace import comes_back, judge
 from laststep.attempt.predecessor import Predecessor, finish_of
 from laststep.attempt.restart import Follows, Verdict, what_follows
@@ -158,8 +159,8 @@ def _after_ranks(
             Patience(COUNT_S, say).insist(lambda: record_abandoned_attempts(run, kept_step, continued_job, killed))
         except OSError as error:  # what follows is decided; the next attempt records it, if there is one
             say(f"WARNING: how the attempt ended is not recorded: {error}")
-    if follows in (Follows.REQUEUE, Follows.SLURM_REQUEUES):
-        nodes.keep_from_bad_nodes(run, world, launch)
+    if follows in (Follows.REQUEUE, Follows.SLURM_REQUEUES) and CHAIN_VARIABLE not in os.environ:
+        nodes.keep_from_bad_nodes(run, world.job_id, launch)
     if follows is Follows.END:  # else the next attempt reads the checkpoints, and corrects the record
         _end_for_good(world, launch)
         decided()  # to read them may take longer than this program may
@@ -458,7 +459,7 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
     for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
-    run, world, launch = RunDir(folder), None, None
+    run, world, launch, trainer = RunDir(folder), None, None, None
     try:
         world = replace(detect_world(), step_id=None)  # of the job, even where this shell is a step of it
         if _is_deleted(run):
@@ -484,6 +485,8 @@ def main(folder: str, status: int, setup_line: int | None = None) -> int:
         say(f"not requeued: {type(error).__name__}: {error}")
     finally:
         decided()
+    with suppress(OSError):
+        rooms.look_on(run if trainer is None else trainer.run)
     return status
 
 

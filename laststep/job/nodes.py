@@ -22,6 +22,7 @@ from laststep.ranks.slurm import (
     node_states,
     scontrol,
     show_job,
+    show_other_job,
     show_partitions,
 )
 from laststep.ranks.world import World, hostname
@@ -121,8 +122,8 @@ def asked_to_stop(text: str) -> signal.Signals | None:
     return signal.Signals[f"SIGUSR{found[1]}"] if found else None
 
 
-def keep_from_bad_nodes(run: RunDir, world: World, launch: Launch) -> None:
-    """Keep the job from the nodes that the run leaves, and no longer from those that it left more than a day ago.
+def keep_from_bad_nodes(run: RunDir, job_id: str, launch: Launch) -> None:
+    """Keep a job of the run from the nodes that it leaves, and no longer from those that it left more than a day ago.
 
     Slurm allows that only once the job is requeued; and while a process of the job lives, it cannot start again.
     """
@@ -131,14 +132,14 @@ def keep_from_bad_nodes(run: RunDir, world: World, launch: Launch) -> None:
     if not ever:
         return
     try:
-        job = show_job(world.job_id) or {}
+        job = show_other_job(job_id)
         before = set(expand_nodes(job.get("ExcNodeList", "")))
         kept = before - (ever - set(expand_nodes(launch.exclude or "")))
         bad = _that_can_be_spared(records, launch, job.get("Partition"), kept)
         if (after := kept | set(bad)) != before:
-            scontrol("update", f"JobId={world.job_id}", f"ExcNodeList={','.join(sorted(after))}")
+            scontrol("update", f"JobId={job_id}", f"ExcNodeList={','.join(sorted(after))}")
             if bad:
-                say(f"job {world.job_id} leaves {_blamed_how_often(bad, records)} (launch.exclude_after)")
+                say(f"job {job_id} leaves {_blamed_how_often(bad, records)} (launch.exclude_after)")
     except SlurmError as error:
         say(f"the job may start again on a node that was blamed for faults: {error}")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -42,18 +42,20 @@ from laststep.data.order import (
     seed_generators,
     seed_of,
 )
-from laststep.data.streams import StepStream
+from laststep.data.streams import StepStream, Streams
 from laststep.loops import loop_rules
 from laststep.loops.engine import AttemptContext, Engine, Loop
+from laststep.loops.foreign_start import start_from
 from laststep.loops.gradients import rehearse
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
-from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks
+from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, unwrapped
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
-from laststep.loops.stream_marks import Streams
 from laststep.ranks.group import Group
+from laststep.ranks.signpost import signpost
 from laststep.ranks.world import ShardPlace
+from laststep.records.media import keep, without_media
 from laststep.say import counted
 
 
@@ -183,6 +185,8 @@ class CustomLoop(Loop):
             self.engine.progress.say(f"run.own(...): {sent / 1e6:.0f} MB of all ranks are sent to each in every step")
         self._checks = StepChecks(registered)
         self._state.restore()
+        if self.config.checkpoint.start_from is not None and self._state.checkpoint is None:
+            self._start_from(self.config.checkpoint.start_from, registered)
         if framework is not None:
             self._restore_framework(framework)
         self.engine.finish_restore()
@@ -220,7 +224,8 @@ class CustomLoop(Loop):
                         self._leave()
                     self._checks.begin(position.step)
                     self.micro_batch, self.last_micro_batch = 0, len(drawn.of(position.step)) - 1
-                    batch = self.shares.begin_step(position.step, loader, batches)
+                    with signpost.doing("waiting for data"):
+                        batch = self.shares.begin_step(position.step, loader, batches)
                     self._samples = drawn.samples(position.step)
                     self._move(Event.BATCH)
                     if accumulate > 1:
@@ -298,7 +303,8 @@ class CustomLoop(Loop):
         else:
             self.end_steps()
         self.loaders.prepare(loader)
-        batches = iter(loader)
+        batches, before = iter(loader), signpost.shown
+        signpost.show("validation")
         try:
             most = self.engine.probe.validation_batches if self.engine.probe else None
             for number, batch in enumerate(islice(batches, most)):
@@ -311,12 +317,17 @@ class CustomLoop(Loop):
                     self.engine.probe.begin_validation_batch(self.engine.position.step)  # one that follows a step
                 yield batch
         finally:
+            signpost.show(before)
             if not getattr(loader, "persistent_workers", False):
                 end_workers(batches)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values for the line of the open step, or else of the epoch."""
-        log = self._logged.log_step if self.phase in STEP_OPEN else self._logged.log_epoch
+        is_open = self.phase in STEP_OPEN
+        values, shown = without_media(values)
+        if shown and self.group.world.rank == 0:
+            keep(self.run_dir, max(1, self.engine.position.step + is_open), shown)
+        log = self._logged.log_step if is_open else self._logged.log_epoch
         log(values)
 
     # What the engine calls
@@ -445,7 +456,8 @@ class CustomLoop(Loop):
     def _next_micro_batch(self, batches: Iterator[Any]) -> Any:
         """The next micro-batch of the open step."""
         self.engine.watch.advance()  # a step of many may take longer than the hang timeout
-        batch = next(batches)  # first, as loading may draw random numbers
+        with signpost.doing("waiting for data"):
+            batch = next(batches)  # first, as loading may draw random numbers
         self.micro_batch += 1
         torch.clear_autocast_cache()
         self.shares.seed(self.engine.position.step, self.micro_batch)
@@ -635,6 +647,15 @@ class CustomLoop(Loop):
         """Seed all generators, also those of run.generator(...)."""
         seed_generators(seed, self.group.device)
         self.generators.seed(seed)
+
+    def _start_from(self, source: str, registered: Registered) -> None:
+        """Begin with what another tool has saved. A collective. Raises ConfigError."""
+        objects = registered.objects.items()
+        modules = {name: unwrapped(each) for name, each in objects if isinstance(each, nn.Module)}
+        optimizers = {name: each for name, each in objects if isinstance(each, Optimizer)}
+        say = self.engine.progress.say
+        start_from(source, modules, optimizers, self.group, self.run_dir.initial_weights, say)
+        registered.snapshot()
 
     def _hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank saves this shard of the state. Warns if the steps of the checkpoint were computed in

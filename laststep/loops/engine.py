@@ -49,10 +49,13 @@ from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
+from laststep.config.anchors import Anchors
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.reads import GivenKeys
+from laststep.loops import digest
+from laststep.loops.digest import StateDigest
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import MOST_COPIED, Copies, HostSnapshot, Ring, StepSnapshot, open_link
 from laststep.observe.progress import Progress, StartupTimer
@@ -62,10 +65,11 @@ from laststep.ranks import nccl
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
+from laststep.ranks.signpost import signpost
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, Moment, ShardPlace
-from laststep.records.metrics import MetricsFile
+from laststep.records.metrics import DIGEST, MetricsFile
 from laststep.records.probes import ProbePlan
 from laststep.rundir import RunDir
 from laststep.say import say
@@ -171,7 +175,9 @@ class Engine:
         self._closing.callback(self.saves.close)
         self._closing.callback(self.queue.close)
         self.readback = Readback(self.group, self.saves, self.progress)
+        self._digest = StateDigest(self.group.device)
         # A GPU is given the next step before the values are collected: waiting for them at once would leave it idle.
+        self._anchor_every = Anchors.parse(self.config.checkpoint.anchors).every
         self.reads_one_step_late = self.group.device.type == "cuda"
         at_any_size = self.config.train.shares is not None
         sharding = self.config.train.sharding
@@ -208,6 +214,8 @@ class Engine:
 
     def restore(self, checkpoint: SharedCheckpoint | None) -> None:
         """Load the checkpoint; None: start from the initial state."""
+        if checkpoint is not None:
+            self.saves.writer.links.note(checkpoint.manifest.step, checkpoint.manifest.files)
         self.loop.restore(checkpoint)
 
     def run(self) -> bool:
@@ -226,11 +234,12 @@ class Engine:
 
     # The loop, as it restores
 
-    def announce_length(self, total_steps: int, batch_size: int) -> None:
-        """Publish the run's length: for the progress lines, and in the run folder for `launch.py status`."""
+    def announce_length(self, total_steps: int, batch_size: int, samples: int | None = None) -> None:
+        """Publish the run's length: for the progress lines, and in the run folder for `launch.py status`. `samples`: in
+        the training set, where the configuration alone says in which order they are used."""
         self.progress.total_steps = total_steps
         if self.rank == 0:
-            _write_plan(self._plan, total_steps, batch_size)
+            _write_plan(self._plan, total_steps, batch_size, samples)
 
     def hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank holds, and saves, this shard of the state."""
@@ -320,6 +329,8 @@ class Engine:
             self._position.modes = modes
         if streams is not None:
             self._position.streams = streams
+        if _is_due(self._position.step + 1, self.config.train.digest_every):
+            measured = {**measured, **self._digest_of_state()}
         self._count_step(measured, samples, batches)
         self.ring.end_update()
         if self.copies is not None:
@@ -329,7 +340,9 @@ class Engine:
         """What follows each step."""
         step = self.position.step
         self.progress.count(samples)
-        self.saves.due |= _is_due(step, self.config.checkpoint.every_steps)
+        if self.place.shards > 1 and _is_due(step, self.config.train.digest_every):
+            self.readback.add_to_last(digest.as_scalars(self._digest.over_shards(self.group, self.place)))
+        self.saves.due |= _is_due(step, self.config.checkpoint.every_steps) or _is_due(step, self._anchor_every)
         if self.readback.requested:
             self._collect_measured()
         if ends_epoch:
@@ -360,10 +373,11 @@ class Engine:
 
     def save(self) -> None:
         """Start a save of this position, see `CheckpointManager.start_save`. A collective."""
-        self.loop.before_save()
-        self.flush()
-        self.position.records = self.metrics.count
-        self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
+        with signpost.doing("saving"):
+            self.loop.before_save()
+            self.flush()
+            self.position.records = self.metrics.count
+            self.saves.start_save(self.position, self._checkpoint_info(), self._checkpoint_state())
         self.progress.restart_clock()
 
     def save_last(self) -> None:
@@ -394,6 +408,12 @@ class Engine:
         position.step += 1
         position.batches += batches
         position.samples += samples
+
+    def _digest_of_state(self) -> dict[str, Tensor]:
+        """The digest of the state that a step has left, where this rank alone knows it: that of shards is added up in
+        `step_done`, since no rank may wait for another here."""
+        found = self._digest.of(self.loop.state(), self.place)
+        return {} if found is None or self.place.shards > 1 else digest.as_scalars(found)
 
     def _copy(self, copies: Copies) -> None:
         """After an update: take a copy, or make sure of the last one, if either is due."""
@@ -428,7 +448,10 @@ class Engine:
         record: dict[str, Any] = {}
         lines: list[dict[str, Any]] = []
         for each in measured:
-            fields = self.loop.record(each.step, each.values)
+            digest_of_step, values = digest.take(each.values)
+            fields = self.loop.record(each.step, values)
+            if digest_of_step is not None:
+                fields[DIGEST] = digest_of_step
             record = {"step": each.step + 1, **fields, "samples_per_s": rate, "time": now}
             lines += self.loop.lines(record)
             if self.copies is not None:
@@ -604,6 +627,7 @@ def _is_due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
 
 
-def _write_plan(path: Path, total_steps: int, batch_size: int) -> None:
+def _write_plan(path: Path, total_steps: int, batch_size: int, samples: int | None) -> None:
+    plan = {"total_steps": total_steps, "batch_size": batch_size, **({} if samples is None else {"samples": samples})}
     with contextlib.suppress(OSError):  # `status` then shows less
-        path.write_text(json.dumps({"total_steps": total_steps, "batch_size": batch_size}) + "\n")
+        path.write_text(json.dumps(plan) + "\n")

@@ -58,7 +58,7 @@ def read_initial_weights(config: Config, model: nn.Module, record: Path) -> tupl
     if fitted.classes is not None:
         there, here = fitted.classes
         line += f"; {', '.join(fitted.left_out)} left as initialised (classes {there} -> {here})"
-    return fitted, [line, *_note(record, given, weights_sha256(found))]
+    return fitted, [line, *note_source(record, given, weights_sha256(found))]
 
 
 def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> Fitted:
@@ -118,7 +118,7 @@ def _few(names: list[str]) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _note(record: Path, source: str, sha256: str) -> Iterator[str]:
+def note_source(record: Path, source: str, sha256: str) -> Iterator[str]:
     """Record what the run starts from; yields a warning if an earlier attempt has started from something else."""
     now = {"source": source, "weights_sha256": sha256}
     try:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
 from laststep.data.order import Order, nth_seed, seed_generators, seed_of
+from laststep.loops.foreign_start import start_from
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
 from laststep.loops.registered import FingerprintedState
 from laststep.loops.shares import shares_of
@@ -306,6 +308,13 @@ class Learner:
             self.model.load_state_dict(weights, strict=False)
             state = [tensor for tensor in self.model.state_dict().values() if is_dense(tensor)]
             self.group.broadcast([bytes_of(tensor) for tensor in state])
+        self.buffers.snapshot()
+        if self.average is not None:
+            self.average.module.load_state_dict(self.model.state_dict())
+
+    def start_from_foreign(self, source: str, record: Path, say: Callable[[str], None]) -> None:
+        """Begin with what another tool has saved. A collective. Raises ConfigError."""
+        start_from(source, {"model": self.model}, {"optimizer": self.optimizer}, self.group, record, say)
         self.buffers.snapshot()
         if self.average is not None:
             self.average.module.load_state_dict(self.model.state_dict())

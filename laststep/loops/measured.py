@@ -68,6 +68,11 @@ class Readback:
         """Hold what `step` (from 0) measured: scalars on the device."""
         self._pending.append((step, measured))
 
+    def add_to_last(self, measured: Mapping[str, Tensor]) -> None:
+        """The last step has measured this, too."""
+        step, before = self._pending[-1]
+        self._pending[-1] = step, {**before, **measured}
+
     def request(self, steps_done: int) -> None:
         """Start to copy the values of all steps so far to the host. A collective."""
         scalars = [tensor for _, measured in self._pending for tensor in measured.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import random
@@ -37,15 +38,20 @@ class Probe:
         self._plan = plan
         self._rank, self._attempt = world.rank, world.number or 0
         self._stop = stop
+        # A SIGTERM that Slurm has not sent would look like a fault, and the job would come back.
+        self._ends_by = (signal.SIGINT if world.on_slurm else signal.SIGTERM).name
         self._file = ProbeFile(run, world.rank)
         self._begun: ProbedStep | None = None  # the step under way
         self._validated = 0  # batches since the last step
+        self._observer: Any = _observer(plan, run, world.rank)
         self._own: list[str] = []  # names of registered objects that are not torch's
         self._began, self._asked = time.monotonic(), False  # asked for a stop
 
     def watch(self, registered: Any) -> None:
         """Note the inputs of this model, and the updates of this optimiser."""
         self.variables.leave_out(registered)
+        if self._observer is not None:
+            self._observer.watch(registered)
         if isinstance(registered, nn.Module):
             registered.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         elif isinstance(registered, Optimizer):
@@ -53,6 +59,10 @@ class Probe:
 
     def begin_step(self, step: int, epoch: int, step_of_epoch: int, batch: Any, variables: dict[str, Variable]) -> None:
         """A step has its batch, and the user's code these variables; all numbers count from 1."""
+        if step < self._plan.since:
+            if self._plan.ends_in(step, epoch, step_of_epoch):
+                self._strike(Strike(self._ends_by, 0, step))
+            return
         self._begun = {
             "attempt": self._attempt,
             "step": step,
@@ -66,11 +76,13 @@ class Probe:
             "variables": variables,
         }
         self._validated = 0
+        if self._observer is not None:  # before a stop, whose grace time may be short
+            self._observer.begin_step(step, batch)
         strike = self._plan.strike
         if strike is not None and (strike.step, strike.batch) == (step, None):
             self._strike(strike)
         elif self._plan.ends_in(step, epoch, step_of_epoch):
-            self._strike(Strike(signal.SIGTERM.name, 0, step))
+            self._strike(Strike(self._ends_by, 0, step))
         elif self._plan.seconds is not None and self._rank == 0 and step >= LEAST_IN_TIME:
             self._end_in_time(self._plan.seconds)
 
@@ -102,6 +114,8 @@ class Probe:
 
     def end_step(self, state: Any) -> None:
         """The step is done; `state` is what a checkpoint would hold now."""
+        if self._observer is not None:
+            self._observer.end_step()
         if self._begun is not None:
             self._begun["state"] = digests(state)
             own = {name: state[name] for name in self._own if name in state}
@@ -137,6 +151,14 @@ class Probe:
     def _note_update(self, *_: Any) -> None:
         if self._begun is not None:
             self._begun["updates"] += 1
+
+
+def _observer(plan: ProbePlan, run: RunDir, rank: int) -> Any:
+    """What an upper room has asked to see each step; None if nothing."""
+    if plan.observer is None:
+        return None
+    module, _, name = plan.observer.partition(":")
+    return getattr(importlib.import_module(module), name)(run, rank, plan.asked)
 
 
 LASTSTEP = str(Path(__file__).resolve().parent.parent)

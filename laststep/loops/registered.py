@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laststep import compat
-from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
+from laststep.checkpoint.pack import Packed, is_fixed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
 from laststep.config.errors import ConfigError
@@ -303,7 +303,7 @@ class FingerprintedState:
         return then[0] == now[0] and all(bool((a == b).all()) for a, b in zip(then[1], now[1]))
 
     def _reference(self, tensor: Tensor) -> Tensor:
-        reference = tensor.detach()
+        reference = tensor if is_fixed(tensor) else tensor.detach()
         self._tensors.append(local_of(reference) if is_distributed(reference) else reference)
         return reference
 

@@ -314,7 +314,8 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Write numbers, or tensors of one element, to metrics.jsonl: within a step to that step's line, elsewhere to
-        the line of the epoch.
+        the line of the epoch. An Image, Histogram, Table or Text of laststep.records.media becomes a file under the
+        run's folder, which trackers show at that step.
 
         Rank 0's values count. Log a step's values before its update: then all ranks have them, and can write them even
         if rank 0 dies. Values logged after the update reach the other ranks only every `train.log_every` steps.

@@ -34,8 +34,9 @@ from torch.optim import Optimizer
 
 from laststep import compat
 from laststep.checkpoint.manager import Position
-from laststep.checkpoint.pack import Packed, map_tensors
-from laststep.checkpoint.writer import CheckpointInfo, HostMemory, reusable_buffer
+from laststep.checkpoint.memory import HostMemory, reusable_buffer
+from laststep.checkpoint.pack import Packed, is_fixed, map_tensors
+from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.loops.measured import Measured
 from laststep.ranks.device import DeviceQueue, is_due_to_capture
@@ -624,9 +625,9 @@ class Buffers:
             compat.copy_each(self._bytes, row.split(self._sizes))
 
     def in_state_dict(self, state: dict[str, Any], committed: Committed, prefix: str = "") -> dict[str, Any]:
-        """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached. That
-        model is at `prefix` in the one that was given at first. By name, since a step that is under way may have put
-        another tensor in a buffer's place."""
+        """A model's `state_dict(keep_vars=True)` with these committed buffers in place of the live ones, detached;
+        fixed parameters remain parameters, so that `Packed` knows them. That model is at `prefix` in the one that was
+        given at first. By name, since a step that is under way may have put another tensor in a buffer's place."""
         parts = [
             part.view(dtype).as_strided(size, stride)
             for part, (dtype, size, stride) in zip(committed.row.split(self._sizes), self._layouts)
@@ -634,7 +635,8 @@ class Buffers:
         live = (*self._live, *self._elsewhere)
         values = {id(buffer): value for buffer, value in zip(live, (*parts, *committed.elsewhere))}
         named = {path: values[id(buffer)] for path, buffer in self._memory.named}
-        return {name: named.get(prefix + name, values.get(id(value), value)).detach() for name, value in state.items()}
+        found = {name: named.get(prefix + name, values.get(id(value), value)) for name, value in state.items()}
+        return {name: value if is_fixed(value) else value.detach() for name, value in found.items()}
 
     def _gather(self) -> Tensor:
         return torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)

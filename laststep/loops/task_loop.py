@@ -7,6 +7,7 @@ a save where one is due, the agreement that no rank stops here, and a step (`Tas
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import time
@@ -42,6 +43,7 @@ from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order, schedule_keys
 from laststep.ranks.group import Group, join, tree_sum
+from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
@@ -77,14 +79,16 @@ class TaskLoop(Loop):
         self.total_steps = config.train.epochs * self.order.steps_per_epoch
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
-        engine.announce_length(self.total_steps, config.train.batch_size)
+        engine.announce_length(self.total_steps, config.train.batch_size, datasets.train_samples)
 
         self.learner = Learner(config, self.task, group, self.total_steps, engine.ring)
         if LateUpdate.helps(self.learner, engine.queue):
             engine.late_update = LateUpdate(self.learner, self.order, engine.ring, engine.queue)
         engine.hold_shard(self.learner.place)
         steps, total_shares = range(self.total_steps), train.shares or self.size
-        self._keys = TrainBatchKeys(self.order, steps, self.learner.shares, total_shares, train.accumulate)
+        self._keys = TrainBatchKeys(
+            self.order, steps, self.learner.shares, total_shares, train.accumulate, train.skip_samples
+        )
         self.loading = make_loading(config, self.task, group)
         few = engine.probe.validation_batches if engine.probe else None
         self.validation = Validation(config, datasets, self.loading, group, few)
@@ -125,6 +129,10 @@ class TaskLoop(Loop):
             self._check_end(checkpoint.manifest.config)
         elif initial is not None:
             self.learner.start_from(initial)
+        elif self.config.checkpoint.start_from is not None:
+            self.learner.start_from_foreign(
+                self.config.checkpoint.start_from, self.initial_weights, self.engine.progress.say
+            )
         self.engine.finish_restore()
         begins = "starting" if checkpoint is None else f"resuming after step {self.engine.position.step}"
         self.engine.progress.say(
@@ -206,15 +214,23 @@ class TaskLoop(Loop):
         counts = self._keys.counts(step)
         micro_batches: Collection[tuple[Any, int]]
         if len(self.learner.shares) == 1:
-            micro_batches = [(next(batches), count) for count in counts]
+            with signpost.doing("waiting for data"):
+                micro_batches = [(next(batches), count) for count in counts]
             self.engine.progress.add_data_wait(time.perf_counter() - began)
         else:
             micro_batches = _LoadedWhenDue(batches, counts, self.engine.progress.add_data_wait)
         samples = self.order.count(step)
-        self.learner.learn(step, micro_batches, samples)
+        if left_out := self._is_left_out(step):
+            collections.deque(micro_batches, maxlen=0)
+        else:
+            self.learner.learn(step, micro_batches, self._keys.samples(step))
         self.engine.begin_update()
-        self.engine.end_update(self.learner.update(), samples)
+        self.engine.end_update({} if left_out else self.learner.update(), samples)
         self.engine.step_done(samples, self._validation_due())
+
+    def _is_left_out(self, step: int) -> bool:
+        """Whether `step` (from 0) changes nothing: train.skip_steps has it, or train.skip_samples all of its batch."""
+        return step + 1 in self.config.train.skip_steps or not self._keys.samples(step)
 
     def _probed(self, probe: Probe, step: int, batches: Iterator[Any]) -> Iterator[Any]:
         """The micro-batches of `step` (from 0), which the probe has seen."""
@@ -237,7 +253,9 @@ class TaskLoop(Loop):
 
     def record(self, step: int, measured: Mapping[str, float]) -> dict[str, Any]:
         """The loss, the learning rate and the norm of the gradient, as the step has measured them. Raises NotFinite."""
-        position, loss, samples = self.engine.position, measured["loss"], self.order.count(step)
+        if self._is_left_out(step):
+            return {"epoch": self.order.epoch(step) + 1, "loss": None, "skipped": True}
+        position, loss, samples = self.engine.position, measured["loss"], self._keys.samples(step)
         record: dict[str, Any] = {
             "epoch": self.order.epoch(step) + 1,
             "loss": finite(loss),
@@ -282,7 +300,8 @@ class TaskLoop(Loop):
     def _validate(self) -> bool:
         """Validate the model and end the epoch. False when the ranks agreed to stop: a resumed run validates again."""
         position = self.engine.position
-        means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
+        with signpost.doing("validation"):
+            means = self.validation.measure(self.learner, position.step, self._begin_validation_batch)
         if means is None:
             return False
         train_loss = position.loss_sum / position.loss_samples if position.loss_samples else math.nan
@@ -368,7 +387,8 @@ class _LoadedWhenDue(Collection[tuple[Any, int]]):
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         for count in self._counts:
             began = time.perf_counter()
-            batch = next(self._batches)
+            with signpost.doing("waiting for data"):
+                batch = next(self._batches)
             self._add_wait(time.perf_counter() - began)
             yield batch, count
 

@@ -27,7 +27,7 @@ from typing import Any
 from laststep.compat import event_file_parts, hparams_parts
 from laststep.ranks.disk import NO_PATIENCE, Patience
 from laststep.records.append_only import append
-from laststep.records.metrics import VALIDATED, is_step, read_lines
+from laststep.records.metrics import curves_in, is_step, read_lines
 from laststep.rundir import RunDir
 from laststep.say import say
 
@@ -37,7 +37,6 @@ COMPLETE_S = 60.0  # the longest wait for the last copy, in case the disk does n
 LAST_S = 20.0  # how long the last copy insists on a disk that refuses
 BATCH = 200  # points per write
 PAUSE_EVERY = 200  # lines of metrics.jsonl
-PLACE = ("step", "epoch", "time", "skipped")  # fields of metrics.jsonl that are not curves; all others are
 # TensorBoard reads the files in the order of their names. Files of other writers in the folder are left alone.
 FILE = "events.out.tfevents.{}.laststep"
 HPARAMS = "events.out.tfevents.000000.hparams"  # before all others: TensorBoard never returns to an earlier file
@@ -207,15 +206,12 @@ class Points:
 
     def _point(self, line: dict[str, Any]) -> Point | None:
         ends_epoch = not is_step(line)
-        if ends_epoch:
-            values = {_tag(name): value for name, value in line.items() if name not in PLACE}
-        else:
+        if not ends_epoch:
             self._time = line["time"]
             if line["step"] % self._log_every:
                 return None
-            values = {f"train/{name}": value for name, value in line.items() if name not in PLACE}
         # JSON has no NaN, so the line has null; TensorBoard marks NaN in the curve.
-        numbers = {tag: math.nan if value is None else value for tag, value in values.items()}
+        numbers = {tag: math.nan if value is None else value for tag, value in curves_in(line).items()}
         return Point(line["step"], self._time, numbers, ends_epoch)
 
 
@@ -234,13 +230,6 @@ def fit(files: Sequence[Path], points: Iterator[Point]) -> Iterator[Point]:
                 point = next(points, None)
             file.truncate(end)
     return points if point is None else chain([point], points)
-
-
-def _tag(name: str) -> str:
-    """The tag under which TensorBoard shows a value of an epoch."""
-    if name == "train_loss":
-        return "train/epoch_loss"
-    return name.replace("_", "/", 1) if name.startswith(VALIDATED) else f"epoch/{name}"
 
 
 def framed(event: Any) -> bytes:

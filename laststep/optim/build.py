@@ -178,8 +178,25 @@ def needs_other_rows(optimizer: Optimizer) -> bool:
     return not only_rows or (torch.equal(whole, again) and not torch.allclose(whole, together, rtol=1e-3, atol=1e-5))
 
 
+def kept_by(optimizer: Optimizer) -> set[str] | None:
+    """The names of what the optimiser keeps for each parameter; None for one that cannot be tried."""
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return set(_trial(optimizer, torch.ones(ROWS, COLUMNS, device=device))[1])
+    except Exception:
+        return None
+
+
 def _tried(optimizer: Optimizer, values: Tensor) -> tuple[Tensor, bool]:
     """What these values are after some steps, and whether all that the optimiser keeps has their shape."""
+    parameter, state = _trial(optimizer, values)
+    kept = [tensor for tensor in state.values() if isinstance(tensor, Tensor) and tensor.numel() > 1]
+    return parameter, all(tensor.shape == values.shape for tensor in kept)
+
+
+def _trial(optimizer: Optimizer, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What these values are after some steps, and what the optimiser keeps for them."""
     parameter = nn.Parameter(values.clone())
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__.update(vars(optimizer))
@@ -192,5 +209,4 @@ def _tried(optimizer: Optimizer, values: Tensor) -> tuple[Tensor, bool]:
     for step in range(STEPS):
         parameter.grad = values.cos() * (step + 1)
         trial.step()
-    kept = [tensor for tensor in trial.state[parameter].values() if isinstance(tensor, Tensor) and tensor.numel() > 1]
-    return parameter.detach(), all(tensor.shape == values.shape for tensor in kept)
+    return parameter.detach(), dict(trial.state[parameter])

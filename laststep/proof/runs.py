@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from laststep.checkpoint.store import CheckpointStore
+from laststep.config import secret
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.proof.differences import (
@@ -209,6 +210,7 @@ class Prover:
         config = dataclasses.replace(config, launch=launch)
         run = RunDir(f"{launch.root}/{name}")
         if not run.path.exists():
+            secret.forget()  # its alerts would be about a run that nobody has started
             run_folders.create(config)
         ended, began = len(read_ended_attempts(run.attempts)), time.monotonic()
         refusal = self._train(config, run)

@@ -22,6 +22,7 @@ from submitit.slurm.slurm import SlurmParseException
 
 from laststep import compat
 from laststep.config.errors import ConfigError
+from laststep.ranks.slurm import ON_NODES
 from laststep.ranks.world import World, hostname
 
 STARTED = time.strftime("%Y%m%d-%H%M%S")  # with the process id, a name that is unique to this process
@@ -208,7 +209,7 @@ def _submitit_world(job: JobEnvironment, env: Env) -> World:
     restart = slurm_job(env)[1] if on_slurm else 0
     step_id = slurm_step(env) if on_slurm else restarts_in_place(env)
     hosts = job.hostnames
-    if on_slurm and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
+    if (on_slurm or ON_NODES in env) and "SLURM_STEP_NODELIST" in env:  # the step may have fewer nodes than the job
         hosts = compat.step_hostnames()
         nodes = len(hosts)
     per_node = -(-size // nodes)

@@ -132,9 +132,13 @@ def children(parent: int, word: str = "") -> list[int]:
     return [pid for pid in own if word in _words(pid)] if word else own
 
 
+beside: set[int] = set()  # children of this process that are no part of its work, see laststep.ranks.beside
+
+
 def cpu_s_of_descendants(ancestor: int) -> float:
-    """CPU seconds that the living descendants of a process have used, and the children that these have waited for."""
-    processes = _processes()
+    """CPU seconds that the living descendants of a process have used, and the children that these have waited for; not
+    what runs `beside` it."""
+    processes = {pid: stat for pid, stat in _processes().items() if pid not in beside}
     ticks = (int(count) for pid in _descendants(ancestor, processes) for count in processes[pid][11:15])
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from laststep.ranks.process import started
 
 DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf says otherwise (KillWait)
 PING_S = 2.0
+DEFAULT_ARRAY = 1001
 ANSWER_S = 10.0
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
@@ -45,6 +47,10 @@ OPTION_PREFIXES = ("SLURM_", "SQUEUE_", "SCONTROL_", "SCANCEL_", "SACCT_", "SINF
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
+SHELL_WORDS = "LASTSTEP_SHELL"  # set in the shell of `laststep shell`: the launch.* words typed with it, as JSON
+ON_NODES = "LASTSTEP_ON_NODES"  # set in a rank that has started there
+
+
 class SlurmError(RuntimeError):
     """A Slurm command failed, is missing, or did not answer."""
 
@@ -61,6 +67,22 @@ def job_start(env: Mapping[str, str]) -> float | None:
     """When this start of the job began, in Unix seconds; None where Slurm does not say (before 23.02)."""
     began = env.get("SLURM_JOB_START_TIME", "")
     return float(began) if began.isdecimal() else None
+
+
+class OwnNodes(NamedTuple):
+    """The nodes of a `laststep shell`."""
+
+    job_id: str
+    nodes: int
+    words: list[str]  # launch.*, as typed: they hold for what is started in it
+
+
+def own_nodes() -> OwnNodes | None:
+    """Those of the shell in which this command is typed; None outside of one."""
+    env = os.environ
+    if SHELL_WORDS not in env or "SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env:
+        return None
+    return OwnNodes(env["SLURM_JOB_ID"], int(env.get("SLURM_JOB_NUM_NODES", "1")), json.loads(env[SHELL_WORDS]))
 
 
 def new_tag() -> str:
@@ -168,6 +190,17 @@ def cluster_settings() -> ClusterSettings:
         )
         return ClusterSettings(int(kill_wait[1]) if kill_wait else None, expedites)
     return ClusterSettings()
+
+
+def most_in_array() -> int:
+    """The most jobs that Slurm takes as one array (MaxArraySize, max_array_tasks); its default if it does not say."""
+    most = DEFAULT_ARRAY
+    with contextlib.suppress(SlurmError):
+        shown = scontrol("show", "config")
+        found = re.findall(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
+        found += re.findall(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", shown, re.MULTILINE)
+        most = min(map(int, found), default=most)
+    return max(1, most)
 
 
 def kill_wait_s() -> int | None:
@@ -288,12 +321,17 @@ def is_half(answer: str) -> bool:
     return bool(answer) and not answer.endswith("\n")
 
 
-def run(words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def run(words: Sequence[str], timeout_s: float, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command to its end. Raises OSError, and subprocess.TimeoutExpired after `timeout_s`. It and `start`
-    are the only places that start one, but for sbatch (see laststep.submission.submission)."""
+    are the only places that start one, but for the sbatch that submits (see laststep.submission.sbatch)."""
     return started(
         lambda: subprocess.run(
-            _with_all(words), capture_output=True, text=True, timeout=timeout_s, env=_environment(words)
+            _with_all(words),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=_environment(words),
         )
     )
 

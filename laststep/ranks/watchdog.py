@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from laststep.ranks.fault import Fault, blamed_host
 from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, run_time, start_thread
 from laststep.ranks.seal import Seal
+from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World
 from laststep.say import say
 
@@ -141,6 +142,7 @@ class Watchdog:
     def enter(self, phase: str) -> None:
         """The rank enters the next phase of the attempt; that counts as progress."""
         self.phase = phase
+        signpost.show(phase)
         self._phases += 1
         self._sign()
 

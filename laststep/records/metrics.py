@@ -21,6 +21,8 @@ WRITE_EVERY_S = 0.1  # how soon a line is in the file
 MOST_REFUSED = 10  # times in a row; then it is no passing failure
 CLOSE_S = 2.0
 VALIDATED = ("val_", "test_")  # how the names of what a validation has measured begin
+DIGEST = "digest"  # the field of a step's line that is no number: see laststep.loops.digest
+PLACE = ("epoch", "step", "time", "skipped", DIGEST)  # fields that are not curves; all others are
 CLOCK = ("time", "samples_per_s", "tokens_per_s", "mfu")  # fields that another run of the same training has otherwise
 
 
@@ -36,6 +38,7 @@ class StepLine(_Step, total=False):
     epoch: int
     loss: float | None  # None when it is not finite
     samples_per_s: float
+    digest: str  # of the state that the step has left, see train.digest_every
 
 
 class MetricsFile:
@@ -176,6 +179,18 @@ def is_step(line: Mapping[str, Any]) -> TypeGuard[StepLine]:
     return "time" in line
 
 
+def curves_in(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a line by the names of their curves, as TensorBoard and trackers show them: train/loss."""
+    names = {name: f"train/{name}" if is_step(line) else _of_epoch(name) for name in line if name not in PLACE}
+    return {curve: line[name] for name, curve in names.items()}
+
+
+def _of_epoch(name: str) -> str:
+    if name == "train_loss":
+        return "train/epoch_loss"
+    return name.replace("_", "/", 1) if name.startswith(VALIDATED) else f"epoch/{name}"
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file. A line that a crash cut short is skipped; a file that does not exist has none."""
     records = []
@@ -221,23 +236,29 @@ def newest_step(path: Path) -> StepLine | None:
 def steps_from(path: Path, step: int) -> Iterator[StepLine]:
     """The lines of this step and all later ones. A long file is searched by bisection, not read from its beginning."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
-        while high - low > TAIL:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline()  # the rest of a line
-            number = next((line["step"] for line in _parsed(file, high) if "step" in line), step)
-            if number < step:
-                low = middle
-            else:
-                high = middle
-        file.seek(low)
-        if low:
-            file.readline()
-        yield from (line for line in _parsed(file) if is_step(line) and line["step"] >= step)
+        file.seek(place_of(file, step))
+        yield from (line for line in parsed(file) if is_step(line) and line["step"] >= step)
 
 
-def _parsed(file: IO[bytes], until: float = math.inf) -> Iterator[dict[str, Any]]:
+def place_of(file: IO[bytes], step: int) -> int:
+    """Where in metrics.jsonl a line begins that comes before all lines of this step and of later ones, but for few."""
+    low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
+    while high - low > TAIL:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()  # the rest of a line
+        number = next((line["step"] for line in parsed(file, high) if "step" in line), step)
+        if number < step:
+            low = middle
+        else:
+            high = middle
+    file.seek(low)
+    if low:
+        file.readline()
+    return file.tell()
+
+
+def parsed(file: IO[bytes], until: float = math.inf) -> Iterator[dict[str, Any]]:
     """The records from here on, of lines that begin before `until`."""
     while file.tell() < until and (line := file.readline()):
         with contextlib.suppress(ValueError):

@@ -14,16 +14,20 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import aside
 
 
-class Plan(TypedDict):
-    """How long a run is."""
-
+class _Length(TypedDict):
     total_steps: int
     batch_size: int  # samples per step, over all ranks
 
 
+class Plan(_Length, total=False):
+    """How long a run is."""
+
+    samples: int  # in the training set, where their order follows from the configuration and the step alone
+
+
 def read_plan(path: Path) -> Plan | None:
     """The plan of a run; None when it is not there yet, or damaged."""
-    plans = (line for line in read_lines(path) if Plan.__required_keys__ <= line.keys())
+    plans = (line for line in read_lines(path) if _Length.__required_keys__ <= line.keys())
     return cast("Plan | None", next(plans, None))
 
 

@@ -1,13 +1,13 @@
-"""What `prove` and the ranks that it watches exchange: its plan, and what each rank notes of each step.
+"""What `prove`, or a replay, and the ranks that it watches exchange: its plan, and what each rank notes of each step.
 
-A rank is watched when `PLAN` is in its environment, which only `prove` sets.
+A rank is watched when `PLAN` is in its environment, which only `prove` and a replay set.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from laststep.records.metrics import CLOCK, is_step, read_lines
@@ -35,13 +35,17 @@ class ProbePlan:
 
     Without `steps`, the run ends early in its second epoch, after `LEAST_STEPS` to `MOST_STEPS` steps, or `seconds`
     after its start, but after `LEAST_IN_TIME` steps. Each validation has the first `validation_batches` alone (None:
-    all of them).
+    all of them). A replay notes nothing before step `since`; from then on an `observer`, module:Class of an upper room,
+    sees each step, and is given what was `asked`.
     """
 
     steps: int | None = None
     strike: Strike | None = None
     validation_batches: int | None = None
     seconds: float | None = None
+    since: int = 1
+    observer: str | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """What a rank needs in its environment to follow this plan."""

@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from laststep.config.schema import READY_MADE
 from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.submissions import SubmissionRecord
-from laststep.report.curves import Curves, Figure, colour, draw, legend
+from laststep.report.curves import Curve, Curves, Figure, colour, draw, legend
 from laststep.report.timeline import ShownAttempt, picture, steps, table, when
 from laststep.runs.run_status import TimeSplit
 from laststep.say import counted
@@ -81,6 +81,9 @@ class Run:
     curves: Curves
     config: Mapping[str, object]  # the configuration, flat: optim.lr -> 0.1
     yaml: str  # the text of config.yaml
+    figures: Mapping[str, Curve] = field(default_factory=dict)  # of the rooms, by title; by step
+    more: Mapping[str, str] = field(default_factory=dict)  # facts of the rooms, by name
+    links: Mapping[str, str] = field(default_factory=dict)  # where else the run can be looked at, by name
 
     @property
     def attempts(self) -> list[ShownAttempt]:
@@ -101,6 +104,7 @@ class Run:
             "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
             "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
             "goodput": Fact("-") if self.goodput is None else Fact(f"{self.goodput:.0%}", "of the time in attempts"),
+            **{name: Fact(text) for name, text in self.more.items()},
         }
 
     @property
@@ -149,8 +153,18 @@ def _head(run: Run) -> str:
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{fact.html}</dd></div>" for name, fact in run.facts.items())
     return (
         f'<div class="top"><h1>{escape(run.name)}</h1>{_state(run)}</div>\n<p class="sub">{escape(_about(run))}</p>\n'
-        f'<dl class="facts">{facts}</dl>'
+        f'{_links(run)}<dl class="facts">{facts}</dl>'
     )
+
+
+def _links(run: Run) -> str:
+    """The pages of the run's trackers."""
+    links = [
+        f'<a href="{escape(place)}">{escape(name)}</a>'
+        for name, place in run.links.items()
+        if place.startswith(("http://", "https://"))
+    ]
+    return f'<p class="sub">{", ".join(links)}</p>\n' if links else ""
 
 
 def _state(run: Run) -> str:
@@ -265,6 +279,10 @@ def _figures(runs: Sequence[Run]) -> str:
             for name in validated
         ),
         Figure("Throughput", "step", [run.curves.throughput for run in runs], y_unit="samples/s", from_zero=True),
+        *(
+            Figure(title, "step", [run.figures.get(title) for run in runs], from_zero=True)
+            for title in dict.fromkeys(title for run in runs for title in run.figures)
+        ),
     ]
     figures = [figure for figure in figures if figure.has_points]
     if not figures:

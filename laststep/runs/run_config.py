@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laststep import rooms
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.checks import validate
@@ -40,10 +41,12 @@ LATER_KEYS = (
     *("args", "checkpoint.best_by", "train.rehearsal", "train.shares"),
     *("launch.grace_s", "launch.max_failures", "launch.init_method", "launch.backend", "launch.python", "launch.srun"),
     *("launch.max_restarts", "launch.spare_nodes", "launch.exclude_after", "launch.preflight"),
-    "launch.chain",
+    *("launch.chain", "launch.least_time_min", "launch.uv", "launch.container"),
     *("optim.decay_share", "train.epoch_samples", "train.sharding"),
     *("checkpoint.replicas", "checkpoint.replica_every_steps", "train.cuda_graphs", "train.sanity", "script"),
-    *("train.overfit_batches", "train.find_unused_parameters"),
+    *("train.overfit_batches", "train.find_unused_parameters", "checkpoint.start_from"),
+    *("train.digest_every", "train.skip_steps", "train.skip_samples", "checkpoint.anchors"),
+    *(key for key, _, _ in fields_of(Config) if key.partition(".")[0] in rooms.section_names()),
 )
 # Keys whose default has changed since the first version, with the former one.
 FORMER_DEFAULTS = {"train.deterministic": False}
@@ -187,12 +190,18 @@ def _damage(run: RunDir, text: str, copy: Copy | None) -> str:
 
 def _check_edits(run: RunDir, edits: dict[str, Change]) -> None:
     """Raise ConfigError for an edit of something else than `launch` and the end of the run."""
-    fixed = {key: pair for key, pair in edits.items() if not key.startswith("launch.") and key not in ENDS}
+    fixed = {key: pair for key, pair in edits.items() if not may_change(key)}
     if fixed:
         raise ConfigError(
             f"{run.config}: was edited: {shown(fixed)}; a run keeps these values. Put them back, or start another run "
             f"from this one: {command(f'submit --from {run_folders.typed(run)} KEY=VALUE')}"
         )
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may continue with another value of this key: it says how the run is run or watched, or where it
+    ends, not what it computes."""
+    return key in ENDS or key.partition(".")[0] in ("launch", *rooms.section_names())
 
 
 def check_later_end(run: RunDir, before: Train, after: Train) -> None:

@@ -27,6 +27,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from laststep.config import secret
 from laststep.config.config import Config, find_config
 from laststep.config.errors import ConfigError, Unanswered, nearest
 from laststep.config.machine import Machine, Way
@@ -109,6 +110,7 @@ def reconfigured(run: RunDir, config: Config) -> Iterator[None]:
     before, submissions = Config.parse(run.config.read_text()), len(read_submissions(run.submissions))
     with only_owner_writes():
         config.save(run.config)
+        secret.write(run.secrets)
         try:
             yield
         except BaseException as error:
@@ -136,6 +138,7 @@ def create(config: Config, given: Sequence[str] = ()) -> RunDir:
         if given:
             patience.insist(lambda: write_given(run.given, given))
         patience.insist(lambda: config.save(run.config))
+        patience.insist(lambda: secret.write(run.secrets))
     except FileExistsError:
         raise ConfigError(f"launch.name={run.name}: somebody else has just started a run of this name") from None
     except OSError as error:
@@ -172,7 +175,7 @@ def about_submission(run: RunDir) -> Submission:
         "time": time.time(),
         "host": socket.gethostname(),
         "process": here(),
-        "command": sys.argv,
+        "command": secret.masked_words(sys.argv),
         "folder": str(working_folder(run)),
         "version": version(),
         "config": run.config.read_text(),
@@ -222,7 +225,7 @@ def typed(run: RunDir) -> str:
     return run.name if by_name else shlex.quote(short(run.path))
 
 
-def short(path: os.PathLike[str]) -> str:
+def short(path: os.PathLike[str] | str) -> str:
     """The path, or relative to the current folder where that is shorter."""
     return min(os.fspath(path), os.path.relpath(path), key=len)
 

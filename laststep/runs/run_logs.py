@@ -29,8 +29,9 @@ from laststep.records.metrics import newest_step
 from laststep.records.plan import read_plan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
+from laststep.runs.pending import WaitReport
 from laststep.runs.run_folders import short, typed
-from laststep.runs.run_status import RunStatus, StatusReader, WaitReport, jobs_of, records_of, still_prints
+from laststep.runs.run_status import RunStatus, StatusReader, jobs_of, records_of, still_prints
 from laststep.say import command, note
 
 if TYPE_CHECKING:

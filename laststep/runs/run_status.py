@@ -1,5 +1,5 @@
-"""The status of a run: from Slurm's queue, and from its own files once its job has left the queue. Why a job waits, in
-the words of Slurm and, for a limit of its partition, with that limit. What a run's time was spent on.
+"""The status of a run: from Slurm's queue, and from its own files once its job has left the queue. What a
+run's time was spent on.
 
 Slurm's accounting is not used. Ask the queue before reading the files: a run that ends in between is then found to have
 ended. In the other order it would look lost.
@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from laststep.checkpoint.store import newest_step as newest_checkpoint
 from laststep.config.errors import ConfigError
 from laststep.ranks import disk
 from laststep.ranks.process import lives_here
-from laststep.ranks.slurm import UNENDED, Partition, is_job_id, show_job, show_partitions
+from laststep.ranks.slurm import UNENDED, is_job_id
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, Reason, read_attempts, reason_in
 from laststep.records.attempts import ended_attempts
 from laststep.records.metrics import StepLine, is_step, last_lines, newest_step, steps_from
@@ -34,7 +33,7 @@ from laststep.records.submissions import SubmissionRecord, open_intents, read_su
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.queue import CLOCKS_S, NO_ANSWER, Job, Owner, Queue, owners, submissions_of, why_unclear
-from laststep.say import command, counted
+from laststep.say import command
 
 READ_THREADS = 16  # on a network file system each waits for its run's files
 JUST_SUBMITTED_S = 10.0  # a job may be younger than squeue's answer
@@ -42,12 +41,6 @@ BY_ITSELF = "resumes by itself: steps lost are its own"  # a command that does n
 NOT_ANSWERED = "sbatch has not answered; a job may be in the queue"
 JUST_STARTED_S = 120.0  # the most that a rank on this machine takes to import torch
 LAST_LINES_S = 30.0  # how long a rank may take to leave
-UNLIMITED = "UNLIMITED"
-# Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
-MAY_NEVER_START = re.compile(
-    r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
-    r"|(Account|QOS)NotAllowed|.*(PerJob|WallDuration).*"
-)
 ALIVE = ("queued", "requeued", "starting", "running", "restarting", "stopping", "unknown")
 WAITING = ("queued", "requeued", "starting", "restarting")  # for its next attempt
 # The state of a run without a job, by the reason of its last attempt in attempts.jsonl.
@@ -156,7 +149,7 @@ def status_of(run: RunDir, queue: Queue) -> RunStatus:
         attempts=len(records),
         lost_steps=sum(record["lost_steps"] for record in records),
         folder=str(run.path),
-        goodput=_goodput(records, in_attempt, batch_size / rate if batch_size and rate else None, now)
+        goodput=goodput_of(records, in_attempt, batch_size / rate if batch_size and rate else None, now)
         if counts_steps
         else None,
     )
@@ -404,7 +397,7 @@ def _rate(steps: Sequence[StepLine], since: float) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float | None, now: float) -> float | None:
+def goodput_of(records: Iterable[AttemptRecord], step: int | None, step_s: float | None, now: float) -> float | None:
     """Seconds spent on steps that were kept, divided by the seconds allocated until `now`.
 
     `step` (the last one done) and `step_s` (seconds per step) belong to the attempt under way.
@@ -415,53 +408,6 @@ def _goodput(records: Iterable[AttemptRecord], step: int | None, step_s: float |
         end_step, mean_s = (record["end_step"], record["step_s"]) if record["reason"] else (step, step_s)
         kept += max(0, (end_step or 0) - record["lost_steps"] - record["start_step"]) * (mean_s or 0.0)
     return min(1.0, kept / allocated) if allocated > 0 else None
-
-
-class WaitReport:
-    """Says why a run waits, once for each reason."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said = say, ("", "")
-
-    def update(self, status: RunStatus) -> None:
-        """Say it unless it was said before; `status` is the run's present one."""
-        now = (status.state, status.why)
-        if now != self._said and (text := waiting_for(status)):
-            self._say(f"{status.run}: {text}")
-        self._said = now
-
-
-def may_never_start(status: RunStatus) -> str:
-    """A warning about a job that has just been submitted; empty if it only waits for others to end."""
-    if not MAY_NEVER_START.match(status.why):
-        return ""
-    return f"job {status.job_id} may never start; {waiting_for(status)}"
-
-
-def waiting_for(status: RunStatus) -> str:
-    """For example `queued: PartitionNodeLimit, main has 4 nodes`; empty if the run does not wait in the queue."""
-    if status.state not in ("queued", "requeued"):
-        return ""
-    parts = [status.why] if status.why else []
-    if status.job_id is not None and status.why.startswith("Partition"):
-        job = show_job(status.job_id) or {}
-        parts += [limit_of(partition, status.why) for partition in show_partitions(job.get("Partition"))]
-    if status.starts_at is not None and status.starts_at > time.time():
-        parts.append(f"expected to start at {time.strftime('%F %H:%M', time.localtime(status.starts_at))}")
-    text = ", ".join(filter(None, parts))
-    return f"{status.state}: {text}" if text else status.state
-
-
-def limit_of(partition: Partition, reason: str) -> str:
-    """The partition's limit that a reason of squeue is about; empty for a reason that is not about one."""
-    name = partition.get("PartitionName", "")
-    if reason == "PartitionNodeLimit":
-        nodes = counted(partition.get("TotalNodes", "?"), "node")
-        most = partition.get("MaxNodes", UNLIMITED)
-        return f"{name} has {nodes}" + ("" if most == UNLIMITED else f" and gives a job at most {most}")
-    if reason == "PartitionTimeLimit":
-        return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}"
-    return f"{name} is {partition['State']}" if "State" in partition else ""
 
 
 STOPS = ("preempted", "timeout", "cancelled")  # these end with a save

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from laststep import rooms
 from laststep.config.errors import ConfigError
 from laststep.ranks.slurm import is_job_id, show_job
 from laststep.records.attempt_record import AttemptRecord
@@ -28,9 +29,11 @@ def watch(run: RunDir, max_failures: int, resume: Callable[[], object], say: Cal
     while True:
         (status,) = reader.read([run])
         if status.state == "finished":
+            rooms.look_on(run)
             return 0
         if not status.alive:
             records = records_of(run)
+            rooms.look_on(run)
             if ended != status.job_id:
                 ended = status.job_id
                 idle = 0 if kept_step(records) > kept_step(r for r in records if r["job_id"] != ended) else idle + 1

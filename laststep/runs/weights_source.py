@@ -1,4 +1,5 @@
-"""Finding weights by what a user types: a run's name or folder, the folder of a checkpoint, or a file."""
+"""Finding weights by what a user types: a run's name or folder, the folder of a checkpoint, or a file; and
+checkpoints of other tools."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laststep.checkpoint import foreign
 from laststep.checkpoint.export import READABLE, check_readable
 from laststep.checkpoint.store import MANIFEST, CheckpointStore
 from laststep.config.config import Config
@@ -39,6 +41,17 @@ def load_weights(
     return read_source(find_source(os.fspath(run_or_path), root), step, best, raw)
 
 
+def is_foreign(words: str) -> bool:
+    """Whether these words name a checkpoint of another tool rather than a run. Raises ConfigError for a file that is
+    not there."""
+    path = Path(os.path.expanduser(words))
+    if os.path.isfile(path / MANIFEST) or os.path.isdir(path / "checkpoints"):
+        return False
+    if path.suffix in READABLE and not os.path.exists(path):
+        raise ConfigError(f"--from {words}: no such file")
+    return os.path.isfile(path) or foreign.kind_of(path) is not None
+
+
 def find_source(words: str, root: str) -> Path:
     """The absolute path of the file, checkpoint or run that `words` name. Raises ConfigError when there is none."""
     path = Path(os.path.expanduser(words)).absolute()
@@ -50,7 +63,11 @@ def find_source(words: str, root: str) -> Path:
 
 
 def with_absolute_weights(config: Config) -> Config:
-    """The configuration with an absolute path in model.weights, since the job may start in another folder."""
+    """The configuration with absolute paths in model.weights and checkpoint.start_from, since the job may start in
+    another folder."""
+    if config.checkpoint.start_from is not None:
+        path = Path(os.path.expanduser(config.checkpoint.start_from)).absolute()
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, start_from=str(path)))
     given = config.model.weights
     if given is None or is_weights_name(given):
         return config
@@ -62,7 +79,10 @@ def with_absolute_weights(config: Config) -> Config:
 
 
 def check(config: Config, machine: Machine) -> None:
-    """Check that model.weights of a new run names something, and that it is there. Raises ConfigError."""
+    """Check that model.weights and checkpoint.start_from of a new run name something that is there. Raises
+    ConfigError."""
+    if config.checkpoint.start_from is not None and machine.new:
+        _check_start(config, config.checkpoint.start_from)
     given = config.model.weights
     if given is None or not machine.new:
         return
@@ -78,3 +98,24 @@ def check(config: Config, machine: Machine) -> None:
         raise ConfigError(f"model.weights={error}{hint}") from None
     if path.is_dir() and not (path / MANIFEST).exists() and not CheckpointStore(RunDir(path).checkpoints).steps():
         raise ConfigError(f"model.weights={given}: this run has no checkpoint yet")
+
+
+def _check_start(config: Config, given: str) -> None:
+    key = f"checkpoint.start_from={given}"
+    if config.model.weights is not None:
+        raise ConfigError(f"{key}: has the weights already; leave model.weights out")
+    if config.train.sharding != "none":
+        raise ConfigError(
+            f"{key}: not with train.sharding={config.train.sharding}; start from its weights alone (model.weights), or "
+            "shard in a custom loop"
+        )
+    path = Path(os.path.expanduser(given))
+    if not os.path.exists(path):
+        raise ConfigError(f"{key}: no such file or folder")
+    if os.path.isfile(path / MANIFEST) or os.path.isdir(path / "checkpoints"):
+        raise ConfigError(f"{key}: is of a run; branch off it by --from {given}")
+    if foreign.kind_of(path) is None:
+        raise ConfigError(
+            f"{key}: no checkpoint that can be read: a file ({', '.join(READABLE)}), or a folder of "
+            "torch.distributed.checkpoint or transformers"
+        )

@@ -30,43 +30,50 @@ CHANGEABLE = (
     "optim.clip_norm",
     *("train.epochs", "train.max_steps", "train.accumulate", "train.compile", "train.cuda_graphs"),
     *("train.channels_last", "train.activation_checkpointing", "train.deterministic", "train.nonfinite"),
-    "train.log_every",
+    *("train.log_every", "train.digest_every", "train.skip_steps", "train.skip_samples"),
 )
 TRIES = 5  # a run that is training may delete the checkpoint that is being copied
 
 
-def find_source(name: str, overrides: Sequence[str]) -> RunDir:
-    """The run to branch off, by its name or folder. Raises ConfigError."""
+def find_source(name: str, overrides: Sequence[str]) -> tuple[RunDir, int | None]:
+    """The run to branch off, by its name or folder, and the step behind an `@`, if any. Raises ConfigError."""
     root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
-    return run_folders.find_run(name, root)
+    of, _, step = name.rpartition("@")
+    if of and step.isdecimal():
+        return run_folders.find_run(of, root), int(step)
+    return run_folders.find_run(name, root), None
 
 
-def configure(source: RunDir, overrides: Sequence[str]) -> Config:
-    """The configuration of a run that branches off `source`. Raises ConfigError for a key that cannot change."""
+def configure(source: RunDir, overrides: Sequence[str], step: int | None = None) -> Config:
+    """The configuration of a run that branches off `source`, after `step` if one is given. Raises ConfigError for a key
+    that cannot change."""
     for word in overrides:
         key = word.partition("=")[0]
-        if key not in CHANGEABLE and not key.startswith(("launch.", "checkpoint.")):
+        if key not in CHANGEABLE and not key.startswith("checkpoint.") and not run_config.may_change(key):
             raise ConfigError(
                 f"{word}: --from {source.name} takes over its state, which depends on this key; to begin with its "
                 f"weights alone: {command(f'submit model.weights={source.path} {word}')}"
             )
     place = ["launch.name=null", f"launch.root={source.path.parent}"]
     # The checkpoint has the weights.
-    config = run_config.as_submitted(source, [*place, "model.weights=null", *overrides])
+    config = run_config.as_submitted(source, [*place, "model.weights=null", "checkpoint.start_from=null", *overrides])
     script.check_knows_us(config, f"--from {source.name}")
     validate(config)
-    if is_finished(read_submissions(source.submissions), records_of(source)):
+    if step is None and is_finished(read_submissions(source.submissions), records_of(source)):
         check_later_end(source, run_config.as_submitted(source).train, config.train)
-    if not CheckpointStore(source.checkpoints).steps():
+    if step is None and not CheckpointStore(source.checkpoints).steps():
         raise ConfigError(f"--from {source.name}: this run has no checkpoint yet")
     return config
 
 
-def copy_state(source: RunDir, run: RunDir) -> int:
+def copy_state(source: RunDir, run: RunDir, step: int | None = None, of: RunDir | None = None) -> int:
     """Copy the newest intact checkpoint of `source`, and its metrics, into the folder of a new run; returns the step.
+    With `step` the checkpoint of that step, from the run `of`, by default the same run.
 
     Raises ConfigError when there is none.
     """
+    if step is not None:
+        return _copy_checkpoint_of(step, of or source, source, run)
     store, copies = CheckpointStore(source.checkpoints), CheckpointStore(run.checkpoints)
     for _ in range(TRIES):
         found = store.newest(warn=lambda text: print(f"WARNING: {source.name}: {text}", file=sys.stderr))
@@ -84,9 +91,27 @@ def copy_state(source: RunDir, run: RunDir) -> int:
         except (OSError, CheckpointError) as error:
             raise ConfigError(f"--from {source.name}: its checkpoint cannot be copied: {error}") from None
         _copy_metrics(source, run, found.step)
+        if source.secrets.exists() and not run.secrets.exists():
+            with contextlib.suppress(OSError):
+                shutil.copy2(source.secrets, run.secrets)
         print(f"from   {source.name}, step {found.step}")
         return found.step
     raise ConfigError(f"--from {source.name}: no intact checkpoint could be read")
+
+
+def _copy_checkpoint_of(step: int, of: RunDir, source: RunDir, run: RunDir) -> int:
+    store, copies = CheckpointStore(of.checkpoints), CheckpointStore(run.checkpoints)
+    try:
+        with store.reading(step):
+            shutil.copytree(store.path(step), copies.path(step))
+        copies.verify(step)
+        for path in (*copies.path(step).rglob("*"), copies.path(step), copies.folder):
+            fsync(path)
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(f"--from {source.name}@{step}: its checkpoint cannot be copied: {error}") from None
+    _copy_metrics(source, run, step)
+    print(f"from   {source.name}, step {step}")
+    return step
 
 
 def _copy_metrics(source: RunDir, run: RunDir, step: int) -> None:

@@ -14,11 +14,14 @@ from __future__ import annotations
 import os
 import sys
 
+from laststep.config.config import Config
 from laststep.job.after_ranks import trainer_of_job
+from laststep.job.nodes import keep_from_bad_nodes
 from laststep.ranks.disk import look_anew
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, command
 from laststep.records.attempt_record import read_attempts
+from laststep.records.plan import read_plan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs.queue import Queue
@@ -38,27 +41,60 @@ def begins(folder: RunDir) -> bool:
         say(f"the run has ended ({why}), so this job of its chain leaves")
         _cancel(_waiting(run, chain, job_id))
         return False
+    if _deepened(folder, run, trainer.config, chain, job_id) is None:
+        say("Slurm does not answer: the chain is as long as it was")
+    return True
+
+
+def _deepened(folder: RunDir, run: RunDir, config: Config, chain: str, job_id: str) -> list[str] | None:
+    """Submit what the chain lacks behind its last job, and keep those that wait from the nodes that the run leaves by
+    now. Returns the jobs that wait then; None if Slurm does not answer."""
+    known = len(read_submissions(run.submissions))  # first: whatever another process submits from now on is noticed
     waiting = _waiting(run, chain, job_id)
     if waiting is None:
-        say("Slurm does not answer: the chain is as long as it was")
-        return True
-    missing = trainer.config.launch.chain - 1 - len(waiting)
+        return None
+    for other in waiting:
+        keep_from_bad_nodes(run, other, config.launch)
+    missing = config.launch.chain - 1 - len(waiting)
     if missing > 0:
         link = Link(chain, after=waiting[-1] if waiting else job_id)
-        added = lengthen(folder, trainer.config, ReadyRun(run, trainer.config), link, missing)
-        if added < missing:
-            say(f"{counted(len(waiting) + added, 'job')} of the chain left")
-    return True
+        if lengthen(folder, config, ReadyRun(run, config, known), link, missing) < missing:
+            waiting = _waiting(run, chain, job_id)
+            if waiting is not None:
+                say(f"{counted(len(waiting), 'job')} of the chain left{_are_enough(run, config, chain, len(waiting))}")
+    return waiting
+
+
+def _are_enough(run: RunDir, config: Config, chain: str, jobs: int) -> str:
+    """Whether this many further jobs are enough for the whole run, by the steps that its jobs have done; empty before
+    any has."""
+    plan, ended = read_plan(run.plan), [record for record in read_attempts(run.attempts) if record["reason"]]
+    if plan is None or not ended:
+        return ""
+    left = plan["total_steps"] - (ended[-1]["end_step"] - ended[-1]["lost_steps"])
+    kept = [record["end_step"] - record["lost_steps"] - record["start_step"] for record in ended]
+    limited = [
+        steps for record, steps in zip(ended, kept) if record["reason"] == "timeout" and record["chain"] == chain
+    ]
+    each = max(limited, default=0)
+    if not each:  # none has had its whole time yet
+        launch, step_s = config.launch, ended[-1]["step_s"]
+        each = int((60 * launch.time_min - launch.signal_delay_s) / step_s) if step_s else 0
+    if each <= 0:
+        return ""
+    needed = -(-left // each)
+    fix = "" if needed <= jobs else f"; `{our_command(f'resume {typed(run)}')}` continues the run after them"
+    return f", {needed} needed for the {left:,} steps left at {each:,} a job{fix}"
 
 
 def ends(folder: RunDir) -> None:
     """This job ends: what is left of its chain is cancelled if the run has ended, too."""
     job_id, trainer = _this_job(folder)
     run, chain = trainer.run, os.environ[CHAIN_VARIABLE]
-    waiting = _waiting(run, chain, job_id)
     if _why_over(run, chain):
-        _cancel(waiting)
-    elif waiting is not None and not waiting:
+        return _cancel(_waiting(run, chain, job_id))
+    waiting = _deepened(folder, run, trainer.config, chain, job_id)  # there may be room now that there was not before
+    if waiting is not None and not waiting:
         resume = our_command(f"resume {typed(run)}")
         say(f"no job of the chain is left (launch.chain={trainer.config.launch.chain}); `{resume}` continues the run")
 

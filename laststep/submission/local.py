@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from laststep import say
+from laststep import rooms, say
 from laststep.attempt import user_error
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S, newest_step
@@ -31,6 +31,7 @@ from laststep.config.schema import COMMAND
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, die_with_parent, next_signal, session, started
+from laststep.ranks.slurm import SlurmError, own_nodes
 from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
@@ -38,6 +39,7 @@ from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog, print_cause
+from laststep.submission import allocation
 from laststep.trainer import Trainer
 
 POLL_S = 0.05
@@ -64,6 +66,7 @@ class LocalRanks:
         self._restarts = 0
         self._signalled = False
         self._incomplete = False  # whether some of them could not be started
+        self._nodes = own_nodes()  # then one srun starts all of them there
         self._starting = threading.Lock()  # a signal is for the ranks before a restart, or for those after it
 
     def start(self) -> None:
@@ -100,13 +103,18 @@ class LocalRanks:
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_JOB_ID": self.job_id,
             "SUBMITIT_LOCAL_NTASKS": str(launch.world_size),
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": str(launch.node_counts[0] if self._nodes else 1),
             "SUBMITIT_LOCAL_NODEID": "0",
             RESTARTS: str(self._restarts),
         }
         common.pop(STEP_RESTARTS, None)  # of a rank that starts a run itself
         # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
         command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
+        if self._nodes:
+            words = allocation.srun(launch, self._run, self.job_id, folder, command)
+            with self.logs[0].open("ab") as output:
+                self._ranks.append(started(partial(_popen, words, folder, common, output), FORK_S))
+            return
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank, log in enumerate(self.logs):
@@ -168,11 +176,21 @@ class LocalRanks:
         """Signal each of them that is alive; they do not start again after that."""
         with self._starting:
             self._signalled = True
+            if self._nodes:
+                return self._send_to_nodes(number)
             _send(self._ranks, number)
+
+    def _send_to_nodes(self, number: signal.Signals) -> None:
+        try:
+            began = allocation.send(self.job_id, number)
+        except SlurmError as error:
+            return _say(f"not signalled: {error}; press Ctrl-C again")
+        if not began or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
+            _send(self._ranks, signal.SIGTERM)
 
     def codes(self) -> list[int]:
         """Their exit statuses, once they have ended."""
-        return [rank.returncode for rank in self._ranks]
+        return [allocation.exit_status(rank.returncode) if self._nodes else rank.returncode for rank in self._ranks]
 
     def status(self) -> int:
         """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
@@ -243,6 +261,7 @@ class LocalJob:
         while self._ranks.alive():
             time.sleep(POLL_S)
         status = self._ranks.status()
+        rooms.look_on(self.run)
         if status == 2:
             refusal = self._ranks.refusal()
             if not self.run.checkpoints.exists():
@@ -279,12 +298,27 @@ def run_local(config: Config, run: RunDir) -> int:
     if received.count(signal.SIGINT) > 1:
         ranks.record_killed()
         return 130
+    rooms.look_on(run)
     status = ranks.status()
     if status in (1, 2):
         _show_failure(ranks.codes(), ranks.logs)
     if status == 1:
         print_cause(run, local=True, in_log=error)
     return status
+
+
+def train_here(config: Config, run: RunDir) -> str | None:
+    """Train one attempt here, without a word; returns why its ranks refused, if they did. Leaves no process behind."""
+    ranks = LocalRanks(config, run)
+    try:
+        ranks.start()
+        while ranks.alive():
+            time.sleep(POLL_S)
+    finally:
+        ranks.send(signal.SIGKILL)
+        while ranks.alive():
+            time.sleep(POLL_S)
+    return ranks.refusal() if ranks.status() == 2 else None
 
 
 def run_debug(config: Config) -> int:

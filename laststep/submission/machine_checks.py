@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import pwd
+import re
 import shutil
 from pathlib import Path
 
 from laststep.config.config import Config
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, nearest
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import Launch
-from laststep.ranks.slurm import SlurmError, check_conf, is_silent, show_partitions
+from laststep.ranks.slurm import SlurmError, check_conf, command, is_silent, own_nodes, scontrol, show_partitions
 from laststep.runs.run_folders import PROJECT
 from laststep.say import counted
 
@@ -32,6 +34,8 @@ def check(config: Config, machine: Machine) -> None:
     if machine.submits:
         check_slurm()
         check_partition(config.launch)
+    if machine.submits or (machine.way is Way.DRY_RUN and not is_silent()):
+        check_account(config.launch)
 
 
 def check_slurm() -> None:
@@ -48,11 +52,17 @@ def check_slurm() -> None:
 
 def check_local(config: Config) -> None:
     """Check that this machine has the GPUs that a local run asks for. Raises ConfigError."""
-    launch, here = config.launch, count_gpus()
+    launch, here, own = config.launch, count_gpus(), own_nodes()
+    if own is not None and launch.node_counts[0] > own.nodes:
+        raise ConfigError(
+            f"launch.nodes={launch.nodes}: this shell has {counted(own.nodes, 'node')} (job {own.job_id})"
+        )
     if launch.spare_nodes:
         raise ConfigError(
             f"launch.spare_nodes={launch.spare_nodes}: --local has no other nodes; add launch.spare_nodes=0"
         )
+    if own is not None:  # srun knows what the nodes have
+        return
     if launch.gpus > here:
         fix = f"use --gpus-per-node {here}" if here else "leave it out to train on the CPU"
         if not launch.gpus_per_node:
@@ -83,6 +93,34 @@ def check_partition(launch: Launch) -> None:
             f"launch.nodes={launch.nodes}{spare}: partition {name} has {counted(most, 'node')}, so the job would never "
             f"start; use {'fewer' if spare else f'at most --nodes {most}'}, or another --partition"
         )
+
+
+def check_account(launch: Launch) -> None:
+    """Check the account and the QOS of the job by what Slurm's accounting has for this user. Raises ConfigError with
+    the nearest valid name. Where there is none, or the controller does not insist on it, sbatch decides."""
+    account, qos = launch.account or os.environ.get("SBATCH_ACCOUNT"), launch.qos or os.environ.get("SBATCH_QOS")
+    if (account is None and qos is None) or {"clusters", "M"} & set(launch.slurm):
+        return
+    try:
+        shown = scontrol("show", "config")
+        enforced = re.search(r"^AccountingStorageEnforce\s*=\s*(\S+)", shown, re.MULTILINE)
+        cluster = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
+        if enforced is None or cluster is None or "associations" not in enforced[1]:
+            return
+        user = pwd.getpwuid(os.getuid()).pw_name
+        where = (f"user={user}", f"cluster={cluster[1]}", "format=account,partition,qos")
+        answer = command("sacctmgr", "--noheader", "--parsable2", "show", "associations", *where)
+    except (SlurmError, KeyError):
+        return
+    rows = [row for line in answer.splitlines() if len(row := line.split("|")) == 3]
+    accounts = list(dict.fromkeys(row[0] for row in rows))
+    if account is not None and accounts and account.lower() not in accounts:
+        raise ConfigError(f"launch.account={account}: you may not use such an account; {nearest(account, accounts)}")
+    of_account = [row for row in rows if account is None or row[0] == account.lower()]
+    known = list(dict.fromkeys(name for row in of_account for name in row[2].split(",") if name))
+    if qos is not None and known and "qos" in enforced[1] and qos.lower() not in known:
+        of = f" with account {account}" if account else ""
+        raise ConfigError(f"launch.qos={qos}: you may not use such a QOS{of}; {nearest(qos, known)}")
 
 
 def count_gpus() -> int:

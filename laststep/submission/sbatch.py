@@ -27,6 +27,7 @@ from submitit import Job, SlurmExecutor, SlurmJob
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 
 from laststep import compat, say, script
+from laststep.code import uv
 from laststep.code.code_copy import origin_of, python_path, script_in
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
@@ -39,7 +40,7 @@ from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE, UNENDED, SlurmErr
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.queue import id_of_tag
-from laststep.submission import machine_checks
+from laststep.submission import container, machine_checks
 from laststep.trainer import NO_LIMIT, Trainer
 
 # Trainer.checkpoint decides how often a run is requeued. submitit's own limit would count every signal within ten
@@ -78,7 +79,7 @@ def run_executor(config: Config, run: RunDir, tag: str = "", link: Link | None =
         options["no-kill"] = True  # a node that dies does not end the job
     first, last = after_ranks(run, config.launch), start_again(run, config.launch)
     if link is not None:
-        first = [*first, *_in_chain(run, link.chain)]
+        first = [*first, *_in_chain(run, config.launch, link.chain)]
     if link is not None and link.after is not None:  # what the user had the first job wait for is over then
         slurm = {**config.launch.slurm, "dependency": f"afterany:{link.after}"}
         config = replace(config, launch=replace(config.launch, slurm=slurm))
@@ -105,7 +106,7 @@ def job_executor(
     sbatch, by name.
     """
     launch, setup = config.launch, list(first)
-    executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=launch.python)
+    executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=_python_of_ranks(config, run))
     if launch.chooses_nodes:
         # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
         # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
@@ -115,6 +116,8 @@ def job_executor(
     if folder != Path.cwd():  # a run that is resumed from elsewhere
         options = {**options, "chdir": folder}
     slurm = {option: value for option, value in launch.slurm.items() if value is not None}
+    if launch.least_time_min is not None:
+        slurm["time-min"] = launch.least_time_min
     if tag:
         slurm["comment"] = f"{slurm.get('comment') or ''} {tag}".strip()
         setup = [*setup, f"export {TAG_VARIABLE}={tag}"]
@@ -129,16 +132,30 @@ def job_executor(
         "gpus_per_node": None if launch.gpus_in_slurm else launch.gpus_per_node or None,
         "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
     }
+    variables = environment(config, run)
     executor.update_parameters(
         job_name=run.name,
         nodes=launch.node_counts[0],
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=[*setup, *environment(config, run), *user_setup(launch), *last],
+        setup=[
+            *setup,
+            *container.before_setup(config),
+            *(f"export {name}={quote(value)}" for name, value in variables.items()),
+            *user_setup(launch),
+            *container.after_setup(config, variables),
+            *last,
+        ],
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). --chdir: `python -m` searches
         # the current folder first, see Trainer.
-        srun_args=[f"--cpus-per-task={launch.cpus_per_task}", *srun_args, f"--chdir={run.code}", *launch.srun],
+        srun_args=[
+            f"--cpus-per-task={launch.cpus_per_task}",
+            *srun_args,
+            f"--chdir={run.code}",
+            *container.srun_args(config, run),
+            *launch.srun,
+        ],
         stderr_to_stdout=True,
         additional_parameters={**options, **slurm},
         **{key: value for key, value in optional.items() if value is not None},
@@ -160,7 +177,8 @@ SHARE = "--overlap --mem=0 --immediate=60"
 def after_ranks(run: RunDir, launch: Launch) -> list[str]:
     """Lines that run laststep.job.after_ranks once all ranks have ended: outside any container image, because
     Slurm's commands are there, and therefore with the Python that submits. `start_again` belongs to them."""
-    python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
+    python = _python_of_shell(run, launch)
+    folder, copy = (shlex.quote(str(word)) for word in (run.path, run.code))
     return [
         *run_folders.trusted_in_shell(run),
         *_requeue_unrecorded(launch),
@@ -191,10 +209,11 @@ def after_ranks(run: RunDir, launch: Launch) -> list[str]:
     ]
 
 
-def _in_chain(run: RunDir, chain: str) -> list[str]:
+def _in_chain(run: RunDir, launch: Launch, chain: str) -> list[str]:
     """Lines of a job of a chain. As it begins, it submits those that are missing behind it, or finds that the run has
     ended: then it leaves at once. As it ends, it cancels them if the run has ended."""
-    python, folder, copy = (shlex.quote(str(word)) for word in (sys.executable, run.path, run.code))
+    python = _python_of_shell(run, launch)
+    folder, copy = (shlex.quote(str(word)) for word in (run.path, run.code))
     return [
         f"export {CHAIN_VARIABLE}={chain}",
         "in_chain() {",
@@ -248,6 +267,7 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
 
     srun runs in the background: that of a dead node may never end, so it is killed once the attempt is over."""
     logs = shlex.quote(str(run.logs))
+    inside = "" if launch.container is None or not launch.container.endswith(container.SQUASH) else "$inside "
     return [
         "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}",
         f"step_over={logs}/{run.step_over('$job').name} size= share=",
@@ -255,7 +275,7 @@ def start_again(run: RunDir, launch: Launch) -> list[str]:
         "start_ranks() {",
         *(['    [ ! -e "$next_nodes" ] || size=$(<"$next_nodes")'] if launch.chooses_nodes else []),
         '    rm -f "$step_over"',
-        '    (exec srun $size $share "$@") &',
+        f'    (exec srun $size $share {inside}"$@") &',
         "    srun=$!",
         "    # A change of the folder shows this host what another one has created there.",
         '    (until [ -e "$step_over" ]; do',
@@ -302,19 +322,34 @@ def rank_count(launch: Launch, counts: Sequence[int]) -> list[str]:
     ]
 
 
-def environment(config: Config, run: RunDir) -> list[str]:
-    """Lines that set the ranks' environment."""
+def environment(config: Config, run: RunDir) -> dict[str, str]:
+    """The variables of the ranks, in which the shell expands others."""
     origin = origin_of(run, config)
-    file = script_in(origin, run, config)
-    variables = {
+    file, path = script_in(origin, run, config), python_path(origin, run.code)
+    return {
         "OMP_NUM_THREADS": str(config.launch.cpus_per_task),
-        "PYTHONPATH": python_path(origin, run.code),
+        "PYTHONPATH": path if config.launch.uv_options is None else f"{path}{os.pathsep}{run.code / uv.KEPT}",
         say.COMMAND: say.command(),
         WORKING_FOLDER: str(run_folders.working_folder(run)),
         **({} if file is None else {script.FILE: str(file)}),
         **config.launch.env,
     }
-    return [f"export {name}={_quote(value)}" for name, value in variables.items()]
+
+
+def _python_of_ranks(config: Config, run: RunDir) -> str | None:
+    """Shell words that start Python in each rank; None: the Python that submits."""
+    if config.launch.container is not None:
+        return container.python(config, run)
+    if config.launch.uv_options is not None:
+        return shlex.quote(str(uv.python_of(run) or uv.planned(config)))
+    return config.launch.python
+
+
+def _python_of_shell(run: RunDir, launch: Launch) -> str:
+    """The Python of the batch shell, which must see Slurm's commands: no image has them. That of launch.uv does not
+    change while the job waits, as an environment of the user's may."""
+    own = uv.python_of(run) if launch.uv_options is not None else None
+    return shlex.quote(str(own or sys.executable))
 
 
 def user_setup(launch: Launch) -> list[str]:
@@ -340,7 +375,7 @@ def user_setup(launch: Launch) -> list[str]:
     ]
 
 
-def _quote(value: str) -> str:
+def quote(value: str) -> str:
     """Quote for the shell, but let it expand variables such as $HOME."""
     return '"' + re.sub(r'([\\"`])', r"\\\1", value) + '"'
 
@@ -351,7 +386,7 @@ LAUNCHER_VARIABLES = (
     *("LASTSTEP_RANK", "LASTSTEP_WORLD_SIZE", "LASTSTEP_JOB", "LASTSTEP_WORKING_FOLDER", "LASTSTEP_EXPORTED"),
     *(script.FILE, script.FOLDER, "LASTSTEP_ATTEMPT", "LASTSTEP_RESUMES"),
     *("LASTSTEP_RESTARTS", "LASTSTEP_STEP_RESTARTS", "LASTSTEP_SIGNALLED", "LASTSTEP_RAY_", "LASTSTEP_BATCH_HOST"),
-    CHAIN_VARIABLE,
+    *(CHAIN_VARIABLE, "LASTSTEP_SHELL", "LASTSTEP_ON_NODES"),
 )
 # Prefixes of the variables that any launcher may set for torch.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_")
@@ -361,6 +396,8 @@ SBATCH_S = 120.0
 LOOK_S, POLL_S = 20.0, 1.0
 # What sbatch says when the request may have arrived although it has no answer (slurm_errno.c), or nothing.
 UNCLEAR = re.compile(r"timed out|zero bytes|unexpected message|protocol|(send|receive) failure|connection|^$", re.I)
+# The limits on jobs in the queue (MaxSubmitJobs and the like), as sbatch names them.
+SUBMIT_LIMIT = re.compile(r"\b\w*Submit\w*(Limit|PerUser|PerAccount)\b")
 PICKLES = "[0-9a-f]" * 32 + ".pkl"  # submitit's, until it knows the job's id
 T = TypeVar("T")
 
@@ -376,6 +413,9 @@ def submit_trainers(executor: SlurmExecutor, trainers: Sequence[Trainer], tag: s
     except (ConfigError, OSError) as error:  # submitit may have failed to write a file after sbatch's answer
         job_id = _look_for(tag, LOOK_S if isinstance(error, NoAnswer) else 0.0)
         if job_id is None:
+            if not isinstance(error, NoAnswer):
+                for pickle in set(logs.glob(PICKLES)) - before:
+                    pickle.unlink(missing_ok=True)
             raise
     return _taken(logs, job_id, trainers, tag, set(logs.glob(PICKLES)) - before)
 
@@ -425,7 +465,14 @@ def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -
             raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.without_slurm()}") from None
         if isinstance(error, FailedSubmissionError) or UNCLEAR.search(str(error).strip()):
             raise NoAnswer(f"sbatch has not answered ({reason})") from None
+        if limit := SUBMIT_LIMIT.search(reason):
+            raise TooManyJobs(limit[0]) from None
         raise ConfigError(f"Slurm refused the job: {reason}") from None
+
+
+class TooManyJobs(ConfigError):
+    """Slurm takes no more jobs until others of the user, or of the account, have ended. The message is Slurm's word for
+    the limit."""
 
 
 class NoAnswer(ConfigError):

@@ -21,34 +21,38 @@ Who takes which steps:
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from submitit import SlurmJob
 
-from laststep import script
+from laststep import rooms, script
 from laststep.checkpoint.store import CheckpointStore
-from laststep.code import code_copy, task_check
-from laststep.config import checks
+from laststep.code import code_copy, task_check, uv
+from laststep.config import checks, secret
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import COMMAND, READY_MADE, without_gpus
-from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, new_tag
+from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, most_in_array, new_tag, own_nodes
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
-from laststep.runs import run_folders, unanswered, weights_source
+from laststep.runs import pending, run_folders, unanswered, weights_source
 from laststep.runs.run_folders import short, typed
 from laststep.say import command, counted, note
-from laststep.submission import machine_checks, sbatch
+from laststep.submission import container, machine_checks, sbatch
 from laststep.tasks import ready_made
 from laststep.trainer import Trainer
 
 if TYPE_CHECKING:
     from laststep.submission.local import LocalJob
 
+# Between two tries where Slurm takes no more jobs: first, and at the most.
+SUBMIT_AGAIN_S, SUBMIT_AGAIN_MOST_S = 3.0, 60.0
 # Each room's checks. The first that fails is what the user reads, so the cheap ones come first, and Slurm last.
 NAME_CHECKS = (
     ready_made.check,  # does a ready-made task have such a model, such data?
@@ -59,6 +63,9 @@ CHECKS = (
     *NAME_CHECKS,
     checks.check,  # can these ranks hold the state between them?
     weights_source.check,  # are there such weights?
+    container.check,  # can this image be started?
+    uv.check,  # is there such a lock file?
+    rooms.check,  # does what the upper rooms were given make sense?
     machine_checks.check,  # does this machine, or its Slurm, have such nodes?
 )
 
@@ -74,8 +81,9 @@ def ready(config: Config, machine: Machine, stem: str = "run") -> Config:
         script.check_knows_us(config, "--debug")
     for check in CHECKS:
         check(config, machine)
+    config = secret.set_apart(config)
     # Absolute paths only now: the messages show them as they were typed.
-    config = weights_source.with_absolute_weights(config)
+    config = container.with_absolute_image(weights_source.with_absolute_weights(config))
     if machine.new:
         config = run_folders.with_absolute_data(config)
     if machine.submits or (machine.way is Way.DRY_RUN and not is_silent()):
@@ -116,36 +124,126 @@ class ReadyRun(NamedTuple):
 def hand_over(
     folder: RunDir, config: Config, runs: Sequence[ReadyRun], parallel: int | None = None
 ) -> list[SlurmJob[dict[str, float]]]:
-    """Steps 5 to 7: submit one job per run; several as one array, at most `parallel` at a time. With launch.chain each
-    run gets that many jobs, which follow each other; returns the first of each.
+    """Steps 5 to 7: submit one job per run; several as one array, or as many arrays as Slurm's limits take, at most
+    `parallel` at a time. With launch.chain each run gets that many jobs, which follow each other; returns the first of
+    each. Where Slurm takes no more jobs until others have ended (MaxSubmitJobs), this waits, and says so.
 
     `folder` holds their code and their logs: the run's own, or the sweep's. The first submission copies the code; later
     ones use the same copy. `config` says what resources each job asks for. Raises ConfigError when Slurm refuses the
-    jobs, or another command is first; Unanswered when nobody knows whether Slurm has them.
+    jobs, or another command is first; Unanswered when nobody knows whether Slurm has them. What it has taken before
+    that stays in the queue.
     """
-    if config.launch.chain == 1:
-        return _submit(folder, config, runs, parallel)
-    if parallel is not None:
-        raise ConfigError(f"--parallel {parallel}: limits the jobs of one array, and launch.chain makes several")
-    jobs = []
-    for one in runs:
+    if config.launch.chain > 1:
+        if parallel is not None:
+            raise ConfigError(f"--parallel {parallel}: limits the jobs of one array, and launch.chain makes several")
+        return _hand_over_chains(folder, config, runs)
+    jobs, left, most = list[SlurmJob[dict[str, float]]](), list(runs), most_in_array() if len(runs) > 1 else 1
+    size, wait = most, _Wait(folder, config, len(runs))
+    while left:
+        part = left[:size]
+        try:
+            jobs += _submit(folder, _behind(config, jobs) if parallel else config, part, parallel)
+        except sbatch.TooManyJobs as limit:
+            if len(part) == 1:
+                wait.once(limit, len(left))
+            size = max(1, len(part) // 2)
+        else:
+            del left[: len(part)]
+            size = min(most, 2 * len(part))
+    return jobs
+
+
+def _behind(config: Config, jobs: Sequence[SlurmJob[dict[str, float]]]) -> Config:
+    """The configuration of an array that begins once the last of these jobs' array has ended, so that no more jobs run
+    at a time than each may."""
+    if not jobs:
+        return config
+    slurm = dict(config.launch.slurm)
+    slurm["dependency"] = ",".join(
+        filter(None, [slurm.get("dependency"), f"afterany:{jobs[-1].job_id.partition('_')[0]}"])
+    )
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
+
+
+class _Wait:
+    """A wait until Slurm takes more jobs, for all `runs` that are to be submitted."""
+
+    def __init__(self, folder: RunDir, config: Config, runs: int) -> None:
+        self._folder, self._config, self._runs, self._said = folder, config, runs, ""
+
+    def once(self, limit: sbatch.TooManyJobs, left: int) -> None:
+        """Wait until it seems to take one, `left` of the runs being without. Says once which limit it is."""
+        if self._said != str(limit):
+            self._said = str(limit)
+            so_far = f" ({self._runs - left} of {self._runs} runs submitted)" if self._runs > 1 else ""
+            note(f"[laststep] Slurm takes no more jobs now ({limit}): waiting until one ends{so_far}; Ctrl-C gives up")
+        script, delay_s = sbatch.run_executor(self._config, self._folder).script(), SUBMIT_AGAIN_S
+        with sbatch.ended_by_signals():
+            while True:
+                time.sleep(delay_s)
+                if not sbatch.SUBMIT_LIMIT.search(pending.try_it(script).refused):
+                    return
+                delay_s = min(SUBMIT_AGAIN_MOST_S, 1.5 * delay_s)
+
+
+def _hand_over_chains(folder: RunDir, config: Config, runs: Sequence[ReadyRun]) -> list[SlurmJob[dict[str, float]]]:
+    """`hand_over` for launch.chain. Each run gets two jobs, whatever the wait: the first, as it begins, may find no
+    room for another. What is missing then, the jobs themselves submit as they begin."""
+    jobs, chains, wait = (
+        list[SlurmJob[dict[str, float]]](),
+        list[tuple[ReadyRun, sbatch.Link]](),
+        _Wait(folder, config, len(runs)),
+    )
+    for number, one in enumerate(runs):
         link = sbatch.Link(new_tag())
-        jobs += _submit(folder, config, [one], link=link)
-        lengthen(folder, config, one, link._replace(after=jobs[-1].job_id), config.launch.chain - 1)
+        for _ in range(2):
+            while True:
+                try:
+                    (job,) = _submit(folder, config, [one], link=link)
+                except sbatch.TooManyJobs as limit:
+                    wait.once(limit, len(runs) - number)
+                    if link.after is None or len(read_submissions(one.run.submissions)) == one.known:
+                        continue
+                    job = None  # its first job has begun, and has submitted the next one
+                except (ConfigError, OSError) as error:
+                    if link.after is None:
+                        raise
+                    if len(read_submissions(one.run.submissions)) == one.known:
+                        note(f"[laststep] WARNING: the chain of {one.run.name} has one job: {error}")
+                    job = None
+                break
+            if job is None:
+                break
+            if link.after is None:
+                jobs.append(job)
+            link = link._replace(after=job.job_id)
+            one = one._replace(known=len(read_submissions(one.run.submissions)))
+        else:
+            chains.append((one, link))
+    for _ in range(config.launch.chain - 2):
+        for number, (one, link) in enumerate(chains):
+            if not lengthen(folder, config, one, link, 1):
+                return jobs
+            known = read_submissions(one.run.submissions)
+            chains[number] = one._replace(known=len(known)), link._replace(after=known[-1]["job_id"])
     return jobs
 
 
 def lengthen(folder: RunDir, config: Config, one: ReadyRun, link: sbatch.Link, more: int) -> int:
     """Submit this many more jobs of a run's chain, the first of them after `link.after`; returns how many Slurm has
-    taken. That it refuses one is said: the run has the jobs before it, which try again as they begin."""
+    taken. That it refuses one is said: the run has the jobs before it, which try again as they begin. It submits none
+    if the run has more submissions than `one.known`: another process is at it, and two jobs would follow one."""
     for number in range(more):
-        known = len(read_submissions(one.run.submissions))
         try:
-            (job,) = _submit(folder, config, [one._replace(known=known)], link=link)
+            (job,) = _submit(folder, config, [one], link=link)
         except (ConfigError, OSError) as error:
-            note(f"[laststep] WARNING: {counted(more - number, 'job')} of the chain not submitted: {error}")
+            if len(read_submissions(one.run.submissions)) == one.known:
+                what = f"{counted(more - number, 'job')} of the chain not submitted now"
+                limited = isinstance(error, sbatch.TooManyJobs)
+                note(f"[laststep] {what}: {f'Slurm takes no more ({error})' if limited else error}")
             return number
         link = link._replace(after=job.job_id)
+        one = one._replace(known=len(read_submissions(one.run.submissions)))
     return more
 
 
@@ -161,6 +259,7 @@ def _submit(
         is_new = not folder.code.exists()
         if is_new:
             code_copy.copy_code(folder, config)
+        uv.provide(folder, config)
         tag = new_tag()
         executor = sbatch.run_executor(config, folder, tag, link)
         executor.update_parameters(array_parallelism=parallel or len(runs))
@@ -242,7 +341,11 @@ def show_script(config: Config) -> int:
     """Print the sbatch script; returns the exit status."""
     run = RunDir(Path(config.launch.root) / str(config.launch.name))
     link = sbatch.Link(new_tag()) if config.launch.chain > 1 else None
-    print(f"# sbatch script\n{sbatch.run_executor(config, run, link=link).script()}")
+    script = sbatch.run_executor(config, run, link=link).script()
+    print(f"# sbatch script\n{script}")
+    if shutil.which("sbatch") and not is_silent():
+        for line in pending.forecast(script, config):
+            print(f"# {line}")
     return 0
 
 
@@ -260,7 +363,9 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
         if way is Way.DEBUG:
             status = local.run_debug(config)
         else:
-            ranks = f"ranks  {launch.world_size} on this machine"
+            nodes = own_nodes()
+            where = f"{counted(launch.node_counts[0], 'node')} of job {nodes.job_id}" if nodes else "this machine"
+            ranks = f"ranks  {launch.world_size} on {where}"
             print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
             status = local.run_local(config, run)
         if status == 0:
@@ -273,7 +378,7 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
             note(f"[laststep] {_how_far(run)}", sys.stdout)
             print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
         return status
-    from laststep.runs.run_status import StatusReader, may_never_start
+    from laststep.runs.run_status import StatusReader
 
     before = len(read_submissions(run.submissions))
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
@@ -288,8 +393,10 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
     name = typed(run)
     for verb in ("logs -f", "status", "cancel"):
         print(f"next   {command(f'{verb} {name}')}", flush=True)
-    if warning := may_never_start(*StatusReader().read([run])):
+    if warning := pending.may_never_start(*StatusReader().read([run])):
         note(f"[laststep] WARNING: {warning}")
+    elif ahead := pending.reserved_ahead(config):
+        note(f"[laststep] {ahead}")
     if way is not Way.FOLLOW:
         return 0
     from laststep.runs.run_logs import follow

@@ -1,4 +1,5 @@
-"""A sweep: many runs that differ in a few keys, as one Slurm array, or one after another on this machine.
+"""A sweep: many runs that differ in a few keys, as one Slurm array (several where its limits ask for it), or one after
+another on this machine.
 
 runs/NAME/                   logs and code, which its runs share, and sweep.jsonl: each run with its varied keys
 runs/NAME-lr_0.1-seed_3/     one of its runs, a run like any other
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from laststep.config import secret
 from laststep.config.config import Config, variants
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.keys import parse_override
@@ -26,17 +28,17 @@ from laststep.config.machine import Machine, Way
 from laststep.records.append_only import append_line
 from laststep.records.metrics import read_lines
 from laststep.records.plan import write_given
-from laststep.records.submissions import read_submissions
+from laststep.records.submissions import open_intents, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.queue import Queue
 from laststep.runs.run_folders import only_owner_writes
 from laststep.runs.run_status import had_no_job, statuses_of
-from laststep.say import counted
+from laststep.say import counted, note
 from laststep.submission import submission
 from laststep.submission.submission import NAME_CHECKS, ReadyRun
 
-MOST_RUNS = 1000  # of one array; Slurm's own limit (MaxArraySize) is 1001 by default
+MOST_RUNS = 1000  # Slurm takes as many in one array by default (MaxArraySize)
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
@@ -131,7 +133,7 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 class Submitted(NamedTuple):
     """What came of submitting a sweep."""
 
-    job_id: str | None  # the array's; None: no run was missing
+    job_id: str | None  # the array's, or those of several; None: no run was missing
     runs: list[str]  # the names of the array's runs
     size: int  # of the whole sweep
 
@@ -186,17 +188,35 @@ def submit_missing(
                     _make(run, sweep, planned[run.name][1], given)
             runs = [ReadyRun(run, planned[run.name][0], len(read_submissions(run.submissions))) for run in missing]
             jobs = submission.hand_over(sweep, config, runs, parallel)
-    except Unanswered:
-        _list_runs(sweep, dict(zip(names, changes)))
-        raise
-    except (ConfigError, OSError) as error:
+    except BaseException as error:  # Ctrl-C during a wait, too
+        taken = [run for run in missing if run not in made or _may_have_job(run)]
         for run in made:
-            run_folders.remove(run)
-        if sweep_is_new:
+            if run not in taken and run.path.exists():
+                run_folders.remove(run)
+        if taken or not sweep_is_new:
+            _list_runs(sweep, {run: change for run, change in zip(names, changes) if (root / run).exists()})
+        else:
             shutil.rmtree(sweep.path, ignore_errors=True)
-        raise error if isinstance(error, ConfigError) else ConfigError(f"launch.root={root}: {error}") from None
+        new = sum(map(_may_have_job, made))
+        some = (
+            f"{new} of {counted(len(made), 'new run')} submitted; for the others type it again with --name {sweep.name}"
+        )
+        if isinstance(error, Unanswered):
+            raise
+        if not isinstance(error, (ConfigError, OSError)):
+            if new:
+                note(f"[laststep] {some}")
+            raise
+        said = str(error) if isinstance(error, ConfigError) else f"launch.root={root}: {error}"
+        raise ConfigError(f"{some}: {said}" if new else said) from None
     _list_runs(sweep, dict(zip(names, changes)))
-    return Submitted(jobs[0].job_id.partition("_")[0], [run.name for run in missing], len(names))
+    arrays = dict.fromkeys(job.job_id.partition("_")[0] for job in jobs)
+    return Submitted(", ".join(arrays), [run.name for run in missing], len(names))
+
+
+def _may_have_job(run: RunDir) -> bool:
+    """Whether Slurm has taken a job of this run, or may have."""
+    return bool(read_submissions(run.submissions) or open_intents(run.submissions))
 
 
 def run_here(
@@ -297,6 +317,7 @@ def _make(run: RunDir, sweep: RunDir, text: str, given: Sequence[str]) -> None:
     if given:
         write_given(run.given, given)
     run.config.write_text(text)
+    secret.write(run.secrets)
     for shared in (sweep.logs, sweep.code):
         (run.path / shared.name).symlink_to(Path("..") / sweep.name / shared.name)
 

@@ -7,25 +7,28 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from laststep.config.config import Config
-from laststep.data.tokens import TRAIN, VALIDATION, Corpus
-from laststep.data.windows import open_windows
+from laststep.data.tokenizer import Tokens
+from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture
 from laststep.optim.build import make_optimizer
 from laststep.task import Task
 from laststep.tasks.decoder import Decoder
 from laststep.tasks.sizes import size_of, z_loss_of
 
+IN_MEMORY_BYTES = 1 << 27  # windows that take no more are held in memory, and their batches gathered there
+
 
 class Language(Task):
     """The text of `data` with a decoder of the size `model.name`.
 
-    A sample is a window of tokens, and its last token's successor. See laststep.data.windows.
+    A sample is a window of tokens, and its last token's successor. See `Windows`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -117,3 +120,45 @@ PEAK = (
 def peak_flops(gpu: str) -> float | None:
     """FLOPs per second of a GPU of this name; None for one that the table lacks."""
     return next((peak for name, peak in PEAK if name in gpu), None)
+
+
+def open_windows(corpus: Corpus, part: str) -> Dataset[Any]:
+    """The windows to train on, or to validate with.
+
+    A sample is (tokens (window + 1),), or with `mask_documents` (tokens (window + 1), positions (window)).
+    """
+    windows = Windows(corpus, part)
+    if not len(windows) or len(windows) * sum(tensor.nbytes for tensor in windows[0]) > IN_MEMORY_BYTES:
+        return windows
+    samples = [windows[number] for number in range(len(windows))]
+    return TensorDataset(*(torch.stack(tensors) for tensors in zip(*samples)))
+
+
+class Windows(Dataset[Any]):
+    """Windows that are read from the token files when they are asked for."""
+
+    def __init__(self, corpus: Corpus, part: str) -> None:
+        self.corpus = corpus
+        self.streams = [folder.stream(part) for folder in corpus.folders]
+        sizes = corpus.windows(part)
+        # Validation has each window once: its mean is over the text, not over the mixture.
+        self.mixture = Mixture.of(sizes, corpus.weights if part == TRAIN else [max(1, size) for size in sizes])
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        source, number = self.mixture.window(index)
+        start, stop = number * self.corpus.window, (number + 1) * self.corpus.window
+        stream = self.streams[source]
+        tokens = as_tensor(stream.read(start, stop + 1))
+        if not self.corpus.mask_documents:
+            return (tokens,)
+        return tokens, torch.from_numpy(stream.positions(start, stop).astype(numpy.int32))
+
+
+def as_tensor(tokens: Tokens) -> Tensor:
+    """Tokens in a type with which torch can do everything."""
+    return torch.from_numpy(tokens if tokens.dtype == numpy.uint8 else tokens.astype(numpy.int32))

@@ -32,6 +32,7 @@ from laststep.checkpoint import files
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect
 from laststep.ranks import group
+from laststep.ranks.beside import BesideTraining
 from laststep.ranks.fault import Fault
 from laststep.ranks.group import is_peer_loss
 from laststep.ranks.process import Signals
@@ -316,6 +317,7 @@ def test_a_signal_after_a_rank_was_killed(
     state: Any = SimpleNamespace(
         run_dir=run, world=world, config=settings, engine=None, start_step=0, signal=number, cause_signal=number
     )
+    state.beside = BesideTraining(settings, run, world)
     rescue: Any = SimpleNamespace(missing=lambda plan: [1])
     plan: Any = SimpleNamespace(failures=(), lost_shards=(), silences=())
     Rescuer(state, Fault("signal", "giving the step up"), rescue, lambda: True)._record(plan, 5, 5)
@@ -403,7 +405,7 @@ def test_no_data(root: Path) -> None:
 def test_a_step_longer_than_the_grace(root: Path) -> None:
     """The step will not finish before SIGKILL: it is given up, and the step before it is saved. No rank is at fault, so
     the reason in the record is that of the signal."""
-    options = ("launch.grace_s=8", "launch.hang_timeout_s=60")
+    options = ("launch.grace_s=14", "launch.hang_timeout_s=60")
     attempt = Attempt(config(root, "grace", 2, (*FAULTY, *options)), {"LASTSTEP_TEST_FAULT": "sleep step 5 rank 1"})
     attempt.wait_for("fault: sleep", rank=1)
     attempt.signal(signal.SIGTERM, 0, 1)

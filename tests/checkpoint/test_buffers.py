@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laststep.checkpoint.writer import PORTABLE, reusable_buffer, whole_pages
+from laststep.checkpoint.memory import PORTABLE, reusable_buffer, whole_pages
 
 CUDA = torch.device("cuda")
 

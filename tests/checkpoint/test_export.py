@@ -275,7 +275,7 @@ def test_only_the_weights_are_loaded(run: RunDir) -> None:
     folder = save(run, 5, state)
     manifest = CheckpointStore(run.checkpoints).manifest(5)
     seen: list[Any] = []
-    found = load(folder, manifest, lambda structure: seen.append(structure) or structure["model"])  # type: ignore
+    found = load(folder, manifest, lambda layout: seen.append(layout.structure) or seen[0]["model"])  # type: ignore
     assert equal(found, state["model"])
     assert seen[0]["optimizer"]["state"][0]["exp_avg"].is_meta
 

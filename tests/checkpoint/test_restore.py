@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laststep.checkpoint import files, restore
+from laststep.checkpoint.memory import HostMemory
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest, shares
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointWriter, HostMemory
+from laststep.checkpoint.writer import CheckpointWriter
 from laststep.config.errors import DiskError
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal

@@ -89,7 +89,7 @@ def test_one_reader_gets_the_full_state(shards: int, replicas: int, store: Check
     found = load(store.path(5), manifest)
     assert same(found, state)
     assert weights_sha256(weights_of(found)) == weights_sha256(weights_of(state))
-    part = load(store.path(5), manifest, lambda whole: whole["model"])
+    part = load(store.path(5), manifest, lambda layout: layout.structure["model"])
     assert same(part, state["model"])
 
 

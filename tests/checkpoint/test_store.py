@@ -179,7 +179,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("manifest-without-files", other_manifest(files={}), "manifest.json does not describe step 7"),
     ("manifest-with-a-list-of-files", other_manifest(files=[]), "manifest.json does not describe step 7"),
     ("manifest-without-a-shard", without_a_shard, "manifest.json does not describe step 7"),
-    ("format", other_manifest(format=99), "its format is 99, this version of Laststep reads formats 2 and 3"),
+    ("format", other_manifest(format=99), "its format is 99, this version of Laststep reads formats 2 to 4"),
     ("unknown-field", other_manifest(colour=3), "manifest.json cannot be read"),
 ]  # fmt: skip
 

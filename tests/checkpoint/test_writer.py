@@ -602,6 +602,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
     lambda t: t.expand(3, *t.shape),
     lambda t: t.unsqueeze(0).transpose(0, -1),
     lambda t: torch.nn.Parameter(t) if t.dtype.is_floating_point else t,
+    lambda t: torch.nn.Parameter(t, requires_grad=False),  # is stored behind all others
 ]
 
 

@@ -165,7 +165,7 @@ def test_one_fits(shell: Shell, typed: str, becomes: str) -> None:
         ("python launch.py optim.w", "optim.weight_decay= optim.warmup_steps="),
         ("python launch.py completion ", "bash zsh"),
         ("python launch.py status --state lost,s", "lost,starting lost,stopping lost,stopped"),
-        ("python launch.py d", "delete doctor drill device= data."),
+        ("python launch.py d", "delete diff disk doctor drill device= data."),
     ],
 )
 def test_several_fit(shell: Shell, typed: str, candidates: str) -> None:

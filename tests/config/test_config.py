@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from laststep.config.checks import check_batch
 from laststep.config.config import PACKAGED, Config, config_names, find_config
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.keys import fields_of
+from laststep.config.keys import TIME_KEYS, fields_of
 
 FIELDS = [pytest.param(key, field, value, id=key) for key, field, value in fields_of(Config)]
 
@@ -98,7 +98,7 @@ def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Fie
 @pytest.mark.parametrize(("key", "field", "value"), FIELDS)
 def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any], value: Any) -> None:
     """For a wrong type, a number that is too small or a wrong choice, the message names the key and the value."""
-    if key == "launch.time_min":
+    if key in TIME_KEYS:
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be minutes, M:S, H:M:S, D-H")
     elif key == "script":  # which may be typed as one word
         assert refused(f"{key}={{a: 1}}").startswith("script.a: no such key")

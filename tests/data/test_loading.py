@@ -456,8 +456,9 @@ def test_a_damaged_file_is_named_by_the_device(kept: int, tmp_path: Path) -> Non
     make_folder(tmp_path, train=4, val=2)
     victim = tmp_path / "train" / "class1" / "1.jpg"
     content = victim.read_bytes()
-    header = content.index(b"\xff\xda")  # where the pixels begin
-    victim.write_bytes(content[:header] + bytes(kept))
+    header = content.index(b"\xff\xda")  # "start of scan": it says how long it is, and then the pixels begin
+    pixels = header + 2 + int.from_bytes(content[header + 2 : header + 4], "big")
+    victim.write_bytes(content[:pixels] + bytes(kept))
     task = left_encoded(tmp_path)
     batch = next(iter(loading().loader(task.datasets()[0], 3, [(0, range(4))])))
     with pytest.raises(ConfigError) as raised:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
+from laststep.checkpoint.memory import reusable_buffer
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
-from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter, reusable_buffer
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.config import Config
 from laststep.data.image_files import ImageFiles, decode_batch
 from laststep.data.loader import LoaderFactory

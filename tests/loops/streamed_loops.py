@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laststep import Run
-from laststep.loops import stream_marks
+from laststep.data import streams
 from tests.support.custom_loops import Struck
 
 
@@ -44,7 +44,7 @@ class Samples:
 
 def streamed(run: Run) -> dict[str, float]:
     """Two epochs of 7 steps, with one worker; marks are exchanged every third step."""
-    stream_marks.EXCHANGE_STEPS = 3
+    streams.EXCHANGE_STEPS = 3
     struck, model = Struck(run), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     start = [parameter.detach().clone() for parameter in model.parameters()]  # the same on all ranks
     parallel = DistributedDataParallel(model)
@@ -71,7 +71,7 @@ def streamed(run: Run) -> dict[str, float]:
 
 def in_micro_batches(run: Run) -> None:
     """Eight steps of two micro-batches of a stream."""
-    stream_marks.EXCHANGE_STEPS = 3
+    streams.EXCHANGE_STEPS = 3
     struck, model = Struck(run), DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     stream = run.stream(Samples(), 8, num_workers=1, shuffle=5)

@@ -22,6 +22,7 @@ from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.engine import Engine, Loop, SavableCopy
 from laststep.loops.learner import LateUpdate
@@ -70,6 +71,7 @@ class Rank(Engine):
         self._open_ring(torch.device("cpu"))  # the part of an engine that a rescue reads
         loop = SimpleNamespace(state=lambda: self.tensors, unchanged=lambda: True)  # a CPU does not run ahead
         self.loop = cast(Loop, loop)
+        self.config = Config()
         self.cluster, self.place, self.size = cluster, place, place.shards
         self.store = CheckpointStore(cluster.folder / "checkpoints")
         self.metrics = MetricsFile(cluster.folder / "metrics.jsonl", writes=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laststep.checkpoint.writer import reusable_buffer
+from laststep.checkpoint.memory import reusable_buffer
 from tests.support.loops import a_loop, settings_of
 
 

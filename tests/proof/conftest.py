@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from laststep.cli import prove
 from laststep.config.config import Config
 from laststep.rundir import RunDir
+from laststep.submission import local
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt
 
@@ -28,6 +28,6 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             os.chdir(here)
         return None
 
-    monkeypatch.setattr(prove, "_train", train)
+    monkeypatch.setattr(local, "train_here", train)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
+import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from laststep.records.metrics import newest_step
+from tests.slurm.cluster import Cluster, missing
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.test_requeue import SHORT, TWO_RANKS, WAITS, undisturbed
 from tests.slurm.user import User
+from tests.support.needs import require
 from tests.support.project import DEADLINE_S
 from tests.support.ranks import fingerprint
 
@@ -80,7 +87,7 @@ def test_stopped(user: User) -> None:
 def test_as_deep_as_it_was(user: User) -> None:
     """Each job that begins submits one at the end of the chain, so that a run may take any number of them."""
     user.types(*TWO_RANKS, "--name", "deep", *UNHURRIED, "launch.chain=2")
-    user.waits_for("deep", "step ")
+    user.waits_for("deep", "step 10/120")
     first = chain_of(user, "deep")[0]
     user.cluster.run("scancel", "--signal", "USR2", first)
     user.waits("deep", lambda: len(chain_of(user, "deep")) == 3, "has no third job")
@@ -118,6 +125,79 @@ def test_nothing_left_to_do(user: User) -> None:
     log = (user.run("short").logs / f"{second}_0_log.out").read_text()
     assert attempt["reason"] == "finished" and "so this job of its chain leaves" in log
     assert "attempt begins" not in log
+
+
+# On two nodes 80 ms a step, as UNHURRIED; the same bits as the plain task, which does not wait for its samples.
+MINUTE = (*UNHURRIED[1:], "train.epochs=1000", "launch.time_min=1", "launch.signal_delay_s=15", "launch.chain=3")
+SLOWLY, PLAINLY = UNHURRIED[0], "task=classification"
+
+
+def test_a_job_may_last_a_minute(user: User) -> None:
+    """A training of more than a minute, where no job may last longer and none is requeued: as a user types it, with
+    nobody who watches."""
+    steps = "train.max_steps=700"
+    user.types(*TWO_RANKS, "--name", "minute", SLOWLY, *MINUTE, steps)
+    user.cluster.wait_for(lambda: is_over(user, "minute"), 6 * 60, "minute did not finish")
+    found = ends(user, "minute")
+    assert len(found) >= 2 and {reason for reason, *_ in found[:-1]} == {"timeout"}, found
+    assert [lost for *_, lost in found] == [0] * len(found)
+    assert len({job for _, job, _ in found}) == len(found), "each attempt in a job of its own"
+    assert fingerprint(user.run("minute")) == undisturbed(2, PLAINLY, *MINUTE, steps)
+    waits_for_empty_queue(user, "minute")
+
+
+def is_over(user: User, name: str) -> bool:
+    """Whether the run has finished, or has ended otherwise."""
+    return bool((found := user.attempts(name)) and not found[-1]["requeue"])
+
+
+def step_of(user: User, name: str) -> int:
+    """The newest step of the run."""
+    newest = newest_step(user.run(name).metrics)
+    return newest["step"] if newest else 0
+
+
+def kills_one(user: User, sweep: str) -> bool:
+    """Kill rank 1 of a run of the sweep, unless all are between two jobs just now."""
+    with contextlib.suppress(KeyError, ProcessLookupError):
+        user.kills(sweep, 1)
+        return True
+    return False
+
+
+def test_six_minutes_where_a_job_may_last_one(tmp_path: Path) -> None:
+    """The whole day of such a site at once: four runs of six minutes in a sweep, a killed rank, a node that dies under
+    them, and a preemption of all. Nothing is lost, nothing is left in the queue, and all have the bits of undisturbed
+    runs."""
+    require(missing())
+    faulthandler.cancel_dump_traceback_later()  # pytest's of 400 s; each wait here has its own
+    cluster = Cluster.start(tmp_path / "slurm", slurmd_timeout_s=20, accounting=False, owner=os.getpid())
+    try:
+        user = User(cluster, tmp_path / "runs")
+        refuses(user, "scontrol", "requeue")
+        steps = "train.max_steps=4500"
+        user.types("sweep", *TWO_RANKS, "--name", "day", SLOWLY, *MINUTE, steps, "seed=0..3")
+        names = [f"day-seed_{seed}" for seed in range(4)]
+        for name in names:
+            begun = lambda name=name: step_of(user, name) >= 600  # noqa: E731
+            cluster.wait_for(begun, 10 * 60, f"{name} has not done 600 steps")
+        cluster.wait_for(lambda: kills_one(user, "day"), 120, "no rank 1 is up")
+        nodes = lambda: re.findall(r"n\[\d[-,](\d)\]", cluster.run("squeue", "-h", "-t", "R", "-o", "%N"))  # noqa: E731
+        dead = cluster.wait_for(nodes, 120, "no job runs on two nodes")[0]
+        user.kills_node(f"n{dead}")
+        time.sleep(60)  # Slurm has noticed, and the others go on
+        cluster.start_daemon(f"slurmd.n{dead}")
+        cluster.run("sbatch", "-p", "high", "-N4", "-c8", "-t", "1", "-o", "/dev/null", "--wrap", "sleep 20")
+        for name in names:
+            cluster.wait_for(lambda name=name: is_over(user, name), 45 * 60, f"{name} did not finish")  # type: ignore
+        for name in names:
+            found = ends(user, name)
+            assert (found[-1][0], sum(lost for *_, lost in found)) == ("finished", 0), found
+            assert fingerprint(user.run(name)) == undisturbed(2, PLAINLY, *MINUTE, steps, f"seed={name[-1]}")
+        cluster.wait_for(lambda: not cluster.run("squeue", "-h"), 60, "something is left in the queue")
+        print({name: ends(user, name) for name in names})
+    finally:
+        cluster.stop()
 
 
 def test_budget(user: User) -> None:

@@ -79,9 +79,14 @@ def hit_and_compare(user: User, name: str, fault: tuple[str, ...], *more: str) -
     assert fingerprint(user.run(name)) == undisturbed(2, *WAITS)
 
 
-def test_scontrol_requeue(plain: User) -> None:
-    """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing."""
-    hit_and_compare(plain, "requeue", ("scontrol", "requeue", "{job}"))
+def test_scontrol_requeue(plain: User, tmp_path: Path) -> None:
+    """An administrator's requeue sends SIGTERM, which submitit ignores: its plain job would start from nothing. Whoever
+    asked for alerts hears of it once, and once of the end."""
+    told = tmp_path / "told"
+    alerts = ("alert.when=[requeued,finished,failed]", f"alert.to=['cat >> {told}']")
+    hit_and_compare(plain, "requeue", ("scontrol", "requeue", "{job}"), *alerts, "telemetry.record=always")
+    titles = [line for line in told.read_text().splitlines() if line in ("requeue is requeued", "requeue finished")]
+    assert titles == ["requeue is requeued", "requeue finished"], told.read_text()
 
 
 def test_suspended(plain: User) -> None:

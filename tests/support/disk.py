@@ -15,7 +15,7 @@ from laststep.ranks import disk
 
 # Every call by which a commit or a deletion touches the disk; Path and shutil go through these too.
 DISK_CALLS = [
-    *((os, name) for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "fsync", "open")),
+    *((os, name) for name in ("mkdir", "rename", "replace", "rmdir", "unlink", "link", "fsync", "open")),
     (io, "open"),
 ]
 

@@ -32,7 +32,9 @@ class Victim(Classification):
         self.note.write(f"{json.dumps(own)}\n")
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(self.channels * self.image_size**2, 3))
+        count = self.channels * self.image_size**2
+        frozen = nn.Linear(count, count).requires_grad_(False)  # stands in files of its own, linked from save to save
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), frozen, nn.Linear(count, 3))
 
     def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if model.training:

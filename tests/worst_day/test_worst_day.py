@@ -60,6 +60,7 @@ LOCAL = [
     hit("rank 0 #3", "stat", "victim/config.yaml", ESTALE),
     hit("rank 0 #3", "stat", "victim/checkpoints/step_#/structure.pt", ENOENT),  # the client remembers that
     hit("rank 1 #3", "open", "victim/submissions.jsonl", ESTALE),
+    hit("rank 0 #3", "link", f"{WRITING}/shard_#-of-#.bin", EIO, "done, but fails"),  # to frozen weights
     hit("rank 0 #3", "create", "victim/attempts.jsonl.X.tmp", ENOSPC),
 ]
 JOB = [

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data import windows
 from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture
-from laststep.data.windows import Windows, open_windows
+from laststep.tasks import language
+from laststep.tasks.language import Windows, open_windows
 from tests.tasks.language_tasks import make_texts
 
 SOURCES = "data.args.sources={web: 0.7, books: 0.3}"
@@ -56,7 +56,7 @@ def test_samples_are_the_same_from_memory_and_from_files(
     make_texts(tmp_path, web=700, books=300)
     mixed = corpus(tmp_path, "data.args.window=16", f"data.args.mask_documents={mask}", SOURCES)
     in_memory: Any = open_windows(mixed, TRAIN)
-    monkeypatch.setattr(windows, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(language, "IN_MEMORY_BYTES", 0)
     from_files: Any = open_windows(mixed, TRAIN)
     assert (type(in_memory), type(from_files)) == (TensorDataset, Windows)
     assert len(in_memory) == len(from_files)

@@ -1,0 +1,124 @@
+"""`python -m laststep.alert.watch FOLDER [once]`: look at a run, and send the alerts that are due.
+
+Beside rank 0 it looks every LOOK_S, and a last time when it is asked to end. With `once` it looks once: beside the rank
+that has recorded an end, in the batch shell, and in a command that watches the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from laststep.alert import events
+from laststep.alert.post import SEND_S, post
+from laststep.config import secret
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.records.attempt_record import AttemptRecord
+from laststep.records.metrics import newest_step, steps_from
+from laststep.rundir import RunDir
+from laststep.runs.run_status import records_of
+from laststep.say import say
+
+LOOK_S = 5.0
+CLOCKS_S = 60.0  # that the clocks of two hosts may differ
+BACK = events.WINDOW + events.STEPS  # steps to read again at a start: their range
+
+
+class Watch:
+    """Looks at one run, again and again."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        config: Any = Config.load(run.config)
+        self._alert = config.alert
+        self._launch = config.launch
+        self._targets = secret.read(run.secrets, "alert.to")
+        # What happened before there was anybody to tell is old.
+        self._since = run.secrets.stat().st_mtime - CLOCKS_S if self._targets else 0.0
+        newest = newest_step(run.metrics)
+        self._loss, self._next = events.Loss(), max(1, (newest["step"] if newest else 0) - BACK)
+
+    def look(self, settled: Sequence[AttemptRecord] | None = None) -> int:
+        """Send what is due; returns how many messages were sent. `settled`: the records, with the end of an attempt
+        that could not record it, see `run_status.settled`."""
+        return post(self._run, self._due(settled), self._targets) if self._targets else 0
+
+    def _due(self, settled: Sequence[AttemptRecord] | None) -> Iterator[events.Event]:
+        run, when = self._run, self._alert.when
+        records = records_of(run) if settled is None else settled
+        yield from events.of_attempts(run, records, self._launch, when, self._since)
+        if "idle" in when and records and not records[-1]["reason"] and (idle := _idle(run)) is not None:
+            yield events.of_idle(run, idle, records[-1]["attempt"])
+        if "diverged" in when:
+            newest = newest_step(run.metrics)
+            if newest and newest["step"] < self._next - 1:  # steps were lost, and are done again with the same bits
+                return
+            lines = list(steps_from(run.metrics, self._next))
+            if lines:
+                self._next = lines[-1]["step"] + 1
+            for event in events.of_loss(run, iter(lines), self._loss):
+                if not self._was_said(event):
+                    yield event
+
+    def _was_said(self, event: events.Event) -> bool:
+        """Whether a jump of the loss near there was said: who begins to look elsewhere finds another first step."""
+        step = int(event.key.partition("-")[2])
+        said = {int(path.name.partition(".")[0].partition("-")[2]) for path in self._run.alerts.glob("loss-*")}
+        return any(abs(step - other) <= BACK and step != other for other in said)
+
+
+def _idle(run: RunDir) -> Any:
+    with contextlib.suppress(ImportError):  # a room that is not here
+        from laststep.telemetry import readings
+
+        return readings.idle(run, time.time())
+    return None
+
+
+def look_once(folder: Path, wait_s: float = 2 * SEND_S) -> None:
+    """Have a process of its own look at a run, and wait for it, for so long: for commands and the batch shell. Never
+    raises."""
+    package = str(Path(__file__).parent.parent.parent)
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from laststep.alert.watch import main; main(sys.argv[1:])"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, package, str(folder), "once"],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main(words: Sequence[str]) -> None:
+    """Look until SIGTERM, or once."""
+    run, once = RunDir(words[0]), len(words) > 1
+    over = threading.Event()
+    if not once:
+        signal.signal(signal.SIGTERM, lambda *_: over.set())
+    try:
+        watch = Watch(run)
+    except (ConfigError, OSError) as error:
+        return say(f"no alerts: {error}")
+    while True:
+        last = once or over.is_set()
+        with contextlib.suppress(OSError):
+            watch.look()
+        if last:
+            return
+        over.wait(LOOK_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,129 @@
+"""launch.uv: one environment per lock file, whichever command asks first, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from laststep.code import uv
+from laststep.config.config import Config
+from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
+from laststep.rundir import RunDir
+from laststep.submission import sbatch
+from tests.support.uv_projects import locks
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A uv project, in which the user is."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    locks(folder, "red")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def configured(folder: Path, *words: str) -> Config:
+    return Config.load(None, [f"launch.root={folder / 'runs'}", "launch.uv=true", *words])
+
+
+def provided(config: Config, name: str) -> RunDir:
+    """A run that was submitted with this configuration."""
+    run = RunDir(Path(config.launch.root) / name)
+    run.code.mkdir(parents=True, exist_ok=True)
+    uv.provide(run, config)
+    return run
+
+
+def says(run: RunDir) -> str:
+    """Which shade a rank of the run would import."""
+    words = [str(uv.python_of(run)), "-c", "import shade; print(shade.NAME)"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_two_submissions_at_once(project: Path) -> None:
+    """Neither sees half of the other's installation, and one of the two stays."""
+    config = configured(project)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda name: provided(config, name), ("one", "two"))
+    assert uv.python_of(first) == uv.python_of(second) and says(first) == "red"
+    assert [path.name for path in (project / "runs" / uv.ENVIRONMENTS).iterdir()] == [uv.python_of(first).parts[-3]]  # type: ignore[union-attr]
+
+
+def test_an_environment_that_is_gone(project: Path) -> None:
+    """It is made again from the run's own lock file while that names the same packages; else the user decides."""
+    config = configured(project)
+    run = provided(config, "one")
+    made = run.environment.resolve()
+    made.rename(project / "away")
+    assert says(provided(config, "one")) == "red" and run.environment.resolve() == made
+    run.environment.resolve().rename(project / "away-again")
+    locks(project, "blue")
+    with pytest.raises(ConfigError, match="--code new takes that"):
+        provided(config, "one")
+    uv.forget(run)
+    (run.code / ".uv").rename(project / "old")  # as --code new does with all of the copy
+    assert says(provided(config, "one")) == "blue"
+
+
+def test_what_the_project_says_of_itself(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many packages ask for their own version as they are imported: the run's environment does not have them."""
+    info = project / "installed" / "shades-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shades\nVersion: 1\n")
+    monkeypatch.syspath_prepend(info.parent)
+    config = configured(project)
+    run = provided(config, "one")
+    path = sbatch.environment(config, run)["PYTHONPATH"]
+    words = [str(uv.python_of(run)), "-c", "import importlib.metadata as m; print(m.version('shades'))"]
+    done = subprocess.run(words, env={"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_what_an_environment_depends_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another lock file, another option of uv sync, or another user must never get this one's packages."""
+    names = {str(uv.planned(configured(project))), str(uv.planned(configured(project, "launch.uv=--no-dev")))}
+    locks(project, "blue")
+    names.add(str(uv.planned(configured(project))))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    names.add(str(uv.planned(configured(project))))
+    assert len(names) == 4
+
+
+def test_refused(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each in one line, before anything is installed. Under `uv run`, a hint says what the job would use."""
+    machine = Machine(Way.SLURM)
+    with pytest.raises(ConfigError, match="must be true, or options of `uv sync`"):
+        configured(project, "launch.uv=yes")
+    with pytest.raises(ConfigError, match="names another Python"):
+        configured(project, "launch.python=python3")
+    lock = (project / "uv.lock").read_text()
+    (project / "uv.lock").write_text(lock.replace('name = "laststep"', 'name = "firststep"'))
+    with pytest.raises(ConfigError, match="lacks laststep, which each rank imports: `uv add laststep`"):
+        uv.check(configured(project), machine)
+    monkeypatch.setenv(uv.BY_UV_RUN, "1")
+    uv.check(configured(project, "launch.uv=null"), machine)
+    assert "launch.uv=true" in capsys.readouterr().err
+    monkeypatch.delenv("UV", raising=False)
+    (project / "uv.lock").unlink()
+    with pytest.raises(ConfigError, match=r"no uv\.lock in"):
+        uv.check(configured(project), machine)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ConfigError, match="no uv on this machine"):
+        uv.check(configured(project), machine)
+
+
+def test_what_uv_says(project: Path) -> None:
+    """A failed installation leaves nothing behind, and the user reads uv's reason."""
+    config = configured(project)
+    (project / "wheels" / "shade-1-py3-none-any.whl").unlink()
+    with pytest.raises(ConfigError, match=r"uv sync: .*shade"):
+        provided(config, "one")
+    assert not list((project / "runs" / uv.ENVIRONMENTS).iterdir())
