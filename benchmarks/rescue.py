@@ -29,7 +29,7 @@ from benchmarks._measure import DEADLINE_S, Check, conclude
 from benchmarks.save import file_system
 from laststep.attempt.rescue import Rescue
 from laststep.attempt.rescue_plan import Assignment, Holding
-from laststep.checkpoint.files import FileEntry, Stripe, own_stripe
+from laststep.checkpoint.files import FileEntry, Stripe
 from laststep.checkpoint.frozen import ChunkBuffers, FrozenState
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
@@ -136,8 +136,7 @@ def _frozen(state: object, store: CheckpointStore, size: int) -> FrozenState:
 
 def _write_plainly(state: object, store: CheckpointStore, rank: int, size: int) -> None:
     frozen = _frozen(state, store, size)
-    stripe = own_stripe(frozen.bytes, rank, size)
-    entry = frozen.write_part("plain", 0, stripe, f"part {stripe.number}", lambda: None) if stripe else None
+    entry = frozen.write_part("plain", 0, Stripe(rank, size), f"part {rank}", lambda: None)
     entries: list[FileEntry | None] = [None] * size
     dist.all_gather_object(entries, entry)
     if rank == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks._goodput import Conditions, goodput
 from laststep.attempt.rescue_plan import GATHER_S, SETTLE_S, SILENT_S
-from laststep.checkpoint.files import READ_BYTES, stripe_count
+from laststep.checkpoint.files import READ_BYTES, file_count, stripe_count
 from laststep.checkpoint.interval import NODE_MTBF_S, best_interval
 from laststep.checkpoint.restore import PIECE_BYTES
 from laststep.config.schema import Checkpoint, Launch
@@ -319,8 +319,8 @@ def restores(checkpoints: dict[str, float], hash_bytes_s: float) -> str:
 
 def restore_s(size: float, ranks: int, hash_bytes_s: float) -> tuple[float, float, float, float]:
     """Seconds to read a checkpoint on so many ranks together: read, hashed, sent, and all of it."""
-    # Files of the same size, one per rank, but none smaller than a save makes them. A rank hashes while it reads.
-    files = ranks if ranks <= RANKS else stripe_count(int(size), ranks)
+    # Files of the same size, as a save makes them. A rank hashes its files at once, while it reads.
+    files = file_count(int(size), ranks)
     read_s, hash_s = size / DISK_BYTES_S, size / files / hash_bytes_s
     sent_s = size / NETWORK_BYTES_S + files * math.ceil(size / files / PIECE_BYTES) * ranks * HOP_S
     return read_s, hash_s, sent_s, max(read_s, hash_s) + sent_s

@@ -8,11 +8,12 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import ClassVar, NamedTuple, TypedDict, TypeVar
 
 from laststep.checkpoint.direct import Input
 from laststep.config.errors import CheckpointError as CheckpointError
@@ -26,9 +27,17 @@ READ_BYTES = 4 << 20
 POLL_S = 0.005
 # What a disk says when it has lost bytes. Any other error may be of the way to them: a mount, a server, a permission.
 BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
-# One file for each of these, at most one per rank: more files would cost more than they gain.
+# One stripe for each of these, at most one per rank: more files would cost more than they gain.
 STRIPE_BYTES = 64 << 20
+# A rank's stripe is cut into files of at least so many bytes, up to FILES_PER_RANK of them: a SHA-256 is computed from
+# front to back, so one file is hashed by one core, in a save and in a restore. More than MOST_FILES in one folder would
+# cost a metadata server more than that gains.
+FILE_BYTES = 64 << 20
+FILES_PER_RANK = 4
+MOST_FILES = 4096
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
+
+Result = TypeVar("Result")
 
 
 class CheckpointMissing(CheckpointError):
@@ -199,9 +208,30 @@ def stripe_count(count: int, ranks: int) -> int:
     return max(1, min(ranks, -(-count // STRIPE_BYTES)))
 
 
-def own_stripe(count: int, rank: int, ranks: int) -> Stripe | None:
-    """The stripe that a rank writes when all ranks save together. Where there are fewer stripes than ranks, those that
-    write are far apart, so on different nodes; rank 0 is always one of them."""
+def file_count(count: int, ranks: int, shards: int = 1) -> int:
+    """Into how many files a save cuts the `count` bytes of one of `shards`, which this many ranks can write."""
     stripes = stripe_count(count, ranks)
-    number = -(-rank * stripes // ranks)
-    return Stripe(number, stripes) if number < stripes and number * ranks // stripes == rank else None
+    return stripes * max(1, min(FILES_PER_RANK, count // stripes // FILE_BYTES, MOST_FILES // (stripes * shards)))
+
+
+def own_files(count: int, rank: int, ranks: int, shards: int = 1) -> list[Stripe]:
+    """What a rank writes when all ranks save together, file by file. Where there are fewer stripes than ranks, the
+    ranks that write are far apart, so on different nodes; rank 0 is always one of them."""
+    stripes, files = stripe_count(count, ranks), file_count(count, ranks, shards)
+    number, each = -(-rank * stripes // ranks), files // stripes
+    if number >= stripes or number * ranks // stripes != rank:
+        return []
+    return [Stripe(number * each + part, files) for part in range(each)]
+
+
+def at_once(work: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Do these at the same time, the first one in this thread. All have ended when this returns, or raises what the
+    first of them raised that failed."""
+    if len(work) < 2:
+        return [one() for one in work]
+    with ThreadPoolExecutor(len(work) - 1, threading.current_thread().name) as pool:
+        try:
+            others = [pool.submit(one).result for one in work[1:]]
+        except RuntimeError:  # the interpreter is ending, and starts no thread
+            return [one() for one in work]
+        return [one() for one in (work[0], *others)]

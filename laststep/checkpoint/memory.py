@@ -23,6 +23,9 @@ class HostMemory:
         self._memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_DONTFORK"):  # Linux
             self._memory.madvise(mmap.MADV_DONTFORK)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # the first access to new memory costs a call of the kernel for each page
+            with suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:count]
 
     def release(self, start: int, stop: int) -> None:

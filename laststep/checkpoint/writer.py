@@ -1,13 +1,13 @@
 """CheckpointWriter: writes this rank's stripe of a checkpoint in the background while training continues.
 
 The ranks that hold the same shard of the state write one stripe of it each; of a small one only some do, see
-`own_stripe`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
+`own_files`. A state that is not sharded has one shard, which all ranks hold. One save goes like this:
 
     1. In the training loop of every rank, `start` waits for the previous save, then copies this rank's stripe into a
        buffer that is used again by every save. Training waits for nothing else. The thread of step 2 has made the
        buffer, see `prepare`.
-    2. A thread in every rank writes the stripe into its shard file, hashes it on the way, fsyncs it, and reports the
-       file's size and SHA-256, or an error.
+    2. A thread in every rank writes the stripe into its files, a large one into several at once, hashes them on the
+       way, fsyncs them, and reports their sizes and SHA-256s, or an error.
        Files that a framework has written into the folder are hashed likewise (`laststep.checkpoint.opaque`).
     3. Rank 0's thread waits for all reports and reads them in one round trip. If no rank failed it writes the manifest
        and commits (`laststep.checkpoint.store`), otherwise it discards what was written.
@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypedDict
@@ -46,7 +47,7 @@ import torch
 import torch.distributed as dist
 
 from laststep.checkpoint.direct import write_hashed
-from laststep.checkpoint.files import CheckpointError, FileEntry, own_stripe, stripe_count
+from laststep.checkpoint.files import CheckpointError, FileEntry, at_once, file_count, own_files
 from laststep.checkpoint.links import Links
 from laststep.checkpoint.memory import reusable_buffer, whole_pages
 from laststep.checkpoint.opaque import Share
@@ -209,10 +210,10 @@ class CheckpointWriter:
         runs = [(*count, fixed) for count, fixed in ((packed.changing, False), (packed.fixed, True)) if count[1]]
         files, begin, own = 0, 0, []
         for count, most, fixed in runs or [(0, 0, False)]:
-            if (stripe := own_stripe(most, self.place.replica, self.place.replicas)) is not None:
-                start, stop = stripe.bounds(count)
-                own.append((files + stripe.number, begin + start, begin + stop, fixed))
-            files, begin = files + stripe_count(most, self.place.replicas), begin + count
+            for file in own_files(most, self.place.replica, self.place.replicas, self.place.shards):
+                start, stop = file.bounds(count)
+                own.append((files + file.number, begin + start, begin + stop, fixed))
+            files, begin = files + file_count(most, self.place.replicas, self.place.shards), begin + count
         return files, own
 
     def _copy(self, state: Any) -> Part:
@@ -287,9 +288,7 @@ class CheckpointWriter:
             if self._rank == 0:
                 job.before_commit()
                 report["files"][STRUCTURE] = write_file(writing / STRUCTURE, [serialized_structure(job.part.structure)])
-            for name, data, fixed in job.part.files:
-                linked = self.links.take(job.info.step, writing / name, self._chunks(data)) if fixed else None
-                report["files"][name] = linked or write_file(writing / name, self._chunks(data))
+            report["files"] |= self._write_files(job, writing)
             if job.opaque is not None:
                 report["files"] |= job.opaque.entries(writing, self._check_open)
         except Exception as error:  # of any kind: rank 0 waits for this report
@@ -298,6 +297,30 @@ class CheckpointWriter:
         # This rank has read the result of the previous save, so rank 0 no longer needs its report on that one.
         self._keys.delete_key(f"{job.number - 1}/{self._rank}")
         return report["files"]
+
+    def _write_files(self, job: _SaveJob, writing: Path) -> dict[str, FileEntry]:
+        """Write this rank's files of the state, all at once, into the folder `writing`. Raises OSError."""
+        failed: list[BaseException] = []
+
+        def write(file: FilePart) -> FileEntry:
+            def chunks() -> Iterator[memoryview]:
+                for chunk in self._chunks(file.data):
+                    if failed:
+                        raise failed[0]
+                    yield chunk
+
+            path = writing / file.name
+            try:
+                linked = self.links.take(job.info.step, path, chunks()) if file.fixed else None
+                return linked or write_file(path, chunks(), name_too=False)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        entries = at_once([partial(write, file) for file in job.part.files])
+        if entries:
+            sync_names(writing)
+        return dict(zip((file.name for file in job.part.files), entries))
 
     def _commit(self, job: _SaveJob, tag: str) -> _Result:
         """On rank 0: wait for all ranks, then commit what they wrote. Any error is a result: the others wait for one.
@@ -410,12 +433,21 @@ def make_manifest(info: CheckpointInfo, world_size: int, files: dict[str, FileEn
     )
 
 
-def write_file(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
-    """Write a new file so that it survives a power cut, see `write_hashed`; returns its entry in the manifest."""
+def write_file(
+    path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None, name_too: bool = True
+) -> FileEntry:
+    """Write a new file so that it survives a power cut, see `write_hashed`; returns its entry in the manifest. Without
+    `name_too` its name may not: `sync_names` sees to that, for several files."""
     size, sha256 = write_hashed(path, chunks, sync_bytes)
-    if not syncs_names(path):
-        fsync(path.parent)  # its name too: on a shared disk this node may be the only one that knows of it yet
+    if name_too:
+        sync_names(path.parent)
     return {"bytes": size, "sha256": sha256}
+
+
+def sync_names(folder: Path) -> None:
+    """Have the names of new files, which are synced, survive a power cut. Raises OSError."""
+    if not syncs_names(folder):
+        fsync(folder)  # on a shared disk this node may be the only one that knows of them yet
 
 
 def reason_of(error: Exception) -> str:

@@ -214,12 +214,17 @@ def replace(store: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("action", [lambda store: shutil.rmtree(store.path(1)), replace], ids=["deleted", "replaced"])
 def test_gone_at_any_moment(action: Callable[[CheckpointStore], None], tmp_path: Path, store: CheckpointStore) -> None:
-    """Somebody deletes or truncates the older checkpoint right before any call to the disk: the new one is whole."""
+    """Somebody deletes or truncates the older checkpoint right before any call to the disk: the new one is whole. A file
+    that is truncated right after the link is seen by the commit: that save fails, and the next one is whole."""
     for call in range(100):
         store = CheckpointStore(tmp_path / str(call))
         with an_attempt(store) as attempt:
             attempt.save(1, 2)
             with acting_at(call, lambda store=store: action(store)) as calls:  # type: ignore[misc]
+                attempt.start(3)
+                end(attempt.writers[0])
+            if (error := attempt.writers[0].error) is not None:
+                assert action is replace and "was truncated after it was written" in str(error)
                 attempt.save(3)
         assert same(load(store.path(3), store.verify(3)), state_of(3))
         if len(calls) <= call:

@@ -395,18 +395,23 @@ def test_no_more_files_than_are_worth_it(
     assert len(store.manifest(1).shards) == count
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 1000])
-@pytest.mark.parametrize("megabytes", [0, 1, 64, 65, 500, 200_000])
-def test_each_stripe_has_one_writer(ranks: int, megabytes: int) -> None:
-    """A stripe that nobody writes would never be reported; one that two ranks write, each would spoil for the other.
-    Fewer writers than ranks are spread over the nodes."""
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 1000, 20_000])
+@pytest.mark.parametrize("megabytes", [0, 1, 64, 65, 500, 200_000, 20_000_000])
+def test_each_file_has_one_writer(ranks: int, megabytes: int) -> None:
+    """A file that nobody writes would never be reported; one that two ranks write, each would spoil for the other.
+    Fewer writers than ranks are spread over the nodes. Each core hashes one file: a rank with much to write has
+    several, but not so many ranks that a folder gets tens of thousands more."""
     count = megabytes << 20
-    owned = [(rank, stripe) for rank in range(ranks) if (stripe := files.own_stripe(count, rank, ranks))]
-    assert [stripe.number for _, stripe in owned] == list(range(files.stripe_count(count, ranks)))
+    owned = [(rank, found) for rank in range(ranks) if (found := files.own_files(count, rank, ranks))]
+    written = [file for _, found in owned for file in found]
+    assert [file.number for file in written] == list(range(files.file_count(count, ranks)))
     assert owned[0][0] == 0, "rank 0 writes the structure too"
-    bounds = [stripe.bounds(count) for _, stripe in owned]
+    bounds = [file.bounds(count) for file in written]
     assert bounds[0][0] == 0 and bounds[-1][1] == count
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+    most = max(len(found) for _, found in owned)
+    assert most == 1 or (len(written) <= 4096 and min(end - begin for begin, end in bounds) >= 64e6)
+    assert most == 4 or ranks > 1000 or megabytes < 256 * ranks
 
 
 def test_an_error_of_any_kind_in_the_commit(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
