@@ -214,8 +214,8 @@ def replace(store: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("action", [lambda store: shutil.rmtree(store.path(1)), replace], ids=["deleted", "replaced"])
 def test_gone_at_any_moment(action: Callable[[CheckpointStore], None], tmp_path: Path, store: CheckpointStore) -> None:
-    """Somebody deletes or truncates the older checkpoint right before any call to the disk: the new one is whole. A file
-    that is truncated right after the link is seen by the commit: that save fails, and the next one is whole."""
+    """Somebody deletes or truncates the older checkpoint right before any call to the disk: the new one is whole. The
+    commit sees a file that is truncated right after the link: that save fails, and the next one is whole."""
     for call in range(100):
         store = CheckpointStore(tmp_path / str(call))
         with an_attempt(store) as attempt:
