@@ -28,7 +28,7 @@ from pathlib import Path
 from laststep.code.code_copy import ABANDONED_S, code_files
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.machine import Machine
+from laststep.config.machine import Machine, Way
 from laststep.rundir import RunDir, aside
 from laststep.runs.run_folders import working_folder
 from laststep.say import note
@@ -52,14 +52,14 @@ ACTIVE = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "UV_PROJECT", "UV_WORKING_DIR
 def check(config: Config, machine: Machine) -> None:
     """Refuse launch.uv where there is no uv, no lock file, or none that has Laststep. Raises ConfigError."""
     given = f"launch.uv={config.launch.uv}"
-    if not machine.submits:
+    if not machine.submits and machine.way is not Way.DRY_RUN:
         return
     folder = project_of(Path.cwd())
     if config.launch.uv_options is None:
-        if config.launch.uv is None and folder is not None and BY_UV_RUN in os.environ:
+        if machine.submits and config.launch.uv is None and folder is not None and BY_UV_RUN in os.environ:
             note(f"[laststep] the job uses the packages that {sys.prefix} has as it starts; launch.uv=true: {LOCK}'s")
         return
-    if find_uv() is None:
+    if machine.submits and find_uv() is None:
         raise ConfigError(f"{given}: no uv on this machine: `pip install uv`")
     if folder is None and machine.new:
         raise ConfigError(f"{given}: no {LOCK} in {Path.cwd()} nor above it; `uv lock` writes one")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +19,50 @@ from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.rundir import RunDir
 from laststep.submission import sbatch
-from tests.support.uv_projects import locks
+from tests.support.needs import require
+
+PROJECT_FILE = """\
+[project]
+name = "shades"
+version = "1"
+requires-python = ">=3.10"
+dependencies = ["laststep", "shade"]
+
+[tool.uv.sources]
+laststep = {{ path = "wheels/laststep-9-py3-none-any.whl" }}
+shade = {{ path = "wheels/{shade}" }}
+"""
+NOT_IMPORTED = "raise SystemExit('the ranks import Laststep from the copy of the code')\n"
+
+
+def wheel(folder: Path, name: str, version: str, module: str) -> Path:
+    """Write a wheel with one module."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": module,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+
+    def line(file: str, text: str) -> str:
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        return f"{file},sha256={digest},{len(text.encode())}\n"
+
+    record = "".join(line(*item) for item in files.items()) + f"{info}/RECORD,,\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(zipfile.ZipInfo(file), text)  # the same bytes each time
+    return path
+
+
+def locks(folder: Path, shade: str) -> None:
+    """Make the folder a uv project, or change its lock file, so that `shade.NAME` is this one."""
+    require(None if uv.find_uv() else "no uv on this machine: pip install -e .[dev]")
+    wheel(folder / "wheels", "laststep", "9", NOT_IMPORTED)
+    named = wheel(folder / "wheels", "shade", {"red": "1", "blue": "2"}[shade], f"NAME = {shade!r}\n")
+    (folder / "pyproject.toml").write_text(PROJECT_FILE.format(shade=named.name))
+    subprocess.run([str(uv.find_uv()), "lock", "--offline", "-q"], cwd=folder, check=True, env=os.environ)
 
 
 @pytest.fixture
@@ -112,8 +158,9 @@ def test_refused(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "launch.uv=true" in capsys.readouterr().err
     monkeypatch.delenv("UV", raising=False)
     (project / "uv.lock").unlink()
-    with pytest.raises(ConfigError, match=r"no uv\.lock in"):
-        uv.check(configured(project), machine)
+    for way in (Way.SLURM, Way.DRY_RUN):
+        with pytest.raises(ConfigError, match=r"no uv\.lock in"):
+            uv.check(configured(project), Machine(way))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ConfigError, match="no uv on this machine"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.code.test_uv import locks
 from tests.slurm.cluster import Cluster
 from tests.slurm.cluster import missing as missing_slurm
 from tests.slurm.hosts import Hosts, missing
@@ -18,7 +19,6 @@ from tests.slurm.user import User
 from tests.support.needs import require
 from tests.support.project import PROJECT
 from tests.support.ranks import fingerprint
-from tests.support.uv_projects import locks
 
 SCRIPT = """\
 import os, socket, sys, time

@@ -101,7 +101,7 @@ def fabric_accumulates(run: Run) -> None:
 def lightning_whole(run: Run) -> None:
     """Lightning's accumulate_grad_batches, with a datamodule and an averaged model."""
     from laststep.frameworks.lightning import Trainer
-    from tests.support.lightning_modules import Classifier, Digits, averages
+    from tests.frameworks.lightning_modules import Classifier, Digits, averages
 
     strike(run)
     trainer = Trainer(run, max_epochs=2, accumulate_grad_batches=2, callbacks=averages(), logger=False)
@@ -111,7 +111,7 @@ def lightning_whole(run: Run) -> None:
 def lightning_manual(run: Run) -> None:
     """Lightning's manual optimisation, with two optimisers that take turns."""
     from laststep.frameworks.lightning import Trainer
-    from tests.support.lightning_modules import Digits, TwoOptimizers
+    from tests.frameworks.lightning_modules import Digits, TwoOptimizers
 
     strike(run)
     trainer = Trainer(run, max_epochs=2, strategy="ddp_find_unused_parameters_true", logger=False)
@@ -123,7 +123,7 @@ def lightning_swa(run: Run) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     from laststep.frameworks.lightning import Trainer
-    from tests.support.lightning_modules import Classifier, Digits
+    from tests.frameworks.lightning_modules import Classifier, Digits
 
     strike(run)
     average = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
@@ -135,7 +135,7 @@ def lightning_sharded(run: Run) -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from laststep.frameworks.lightning import Trainer
-    from tests.support.lightning_modules import Digits, Sharded
+    from tests.frameworks.lightning_modules import Digits, Sharded
 
     strike(run)
     strategy = ModelParallelStrategy(data_parallel_size=run.size, tensor_parallel_size=1)
@@ -343,7 +343,7 @@ def lightning_saves(run: Run) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from laststep.frameworks.lightning import Trainer
-    from tests.support.lightning_modules import Digits, SavesToo
+    from tests.frameworks.lightning_modules import Digits, SavesToo
 
     os.chdir(run.config.launch.root)
     callbacks = [ModelCheckpoint("theirs"), ModelCheckpoint("theirs", save_last=True)]
