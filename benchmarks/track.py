@@ -30,7 +30,7 @@ CODE = """
 import json, os, resource, sys, time
 from laststep.rundir import RunDir
 from laststep.runs import run_config
-from laststep.track.section import wish_of
+from laststep.track.wanted import wish_of
 from laststep.track.sender import Sender
 
 def cpu():

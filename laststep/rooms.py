@@ -11,9 +11,9 @@ file, which names modules by strings and imports them when they are needed. A ro
         environment(config, run, world)     variables to set in a rank before the user's code is imported
         programs(config, run)               the programs that run beside the training: laststep.ranks.beside.Beside
         outside(run)                        an attempt has ended, and what started its ranks, or watches, looks on
-        cell(run)                           a cell for the table of `status`: its title and text
+        cells(run)                          cells for the table of `status`: texts by title
         facts(run)                          what `status RUN` and the report say, by name
-        fields(run)                         what `status --json` has besides
+        fields(run)                         what `status --json` has besides, by name
         figures(run)                        the report's curves by step, by title: laststep.report.curves.Curve
         links(run)                          where else a run can be looked at, by name; for `status` and the report
 
@@ -28,7 +28,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from laststep.rundir import RunDir
 from laststep.say import say
@@ -50,14 +50,14 @@ class Room(NamedTuple):
 
 PROBED = "LASTSTEP_PROBE"  # set in ranks of `prove`, --smoke and `replay`, see laststep.records.probes
 ROOMS = (
-    Room("telemetry", {"telemetry": "laststep.telemetry.section:Telemetry"}, "laststep.telemetry.hooks"),
-    Room("alert", {"alert": "laststep.alert.section:Alert"}, "laststep.alert.hooks"),
+    Room("telemetry", {"telemetry": "laststep.telemetry:Telemetry"}, "laststep.telemetry.readings"),
+    Room("alert", {"alert": "laststep.alert:Alert"}, "laststep.alert.looker"),
     Room("frameworks"),
     Room("doctor", verbs=("doctor",)),
     Room("proof", verbs=("prove",)),
     Room("report", verbs=("report",)),
     Room("replay", verbs=("replay", "samples", "diff")),
-    Room("track", {"track": "laststep.track.section:Track"}, "laststep.track.hooks", verbs=("track",)),
+    Room("track", {"track": "laststep.track:Track"}, "laststep.track.wanted", verbs=("track",)),
 )
 
 
@@ -131,29 +131,9 @@ def look_on(run: RunDir) -> None:
         _safely(hook, run)
 
 
-def cells(run: RunDir) -> dict[str, str]:
-    """The cells of the run in the table of `status`, by title."""
-    return dict(cell for hook in _hooks("cell") if (cell := _safely(hook, run)))
-
-
-def facts(run: RunDir) -> dict[str, str]:
-    """What the rooms say about the run, by name."""
-    return {name: fact for hook in _hooks("facts") for name, fact in (_safely(hook, run) or {}).items()}
-
-
-def fields(run: RunDir) -> dict[str, Any]:
-    """The same for programs."""
-    return {name: value for hook in _hooks("fields") for name, value in (_safely(hook, run) or {}).items()}
-
-
-def figures(run: RunDir) -> dict[str, Any]:
-    """The curves that the rooms have, by title."""
-    return {title: curve for hook in _hooks("figures") for title, curve in (_safely(hook, run) or {}).items()}
-
-
-def links(run: RunDir) -> dict[str, str]:
-    """Where else a run can be looked at, by name."""
-    return {name: place for hook in _hooks("links") for name, place in (_safely(hook, run) or {}).items()}
+def told(what: Literal["cells", "facts", "fields", "figures", "links"], run: RunDir) -> dict[str, Any]:
+    """What the rooms tell about the run, by name."""
+    return {name: value for hook in _hooks(what) for name, value in (_safely(hook, run) or {}).items()}
 
 
 def _hooks(name: str) -> Iterator[Callable[..., Any]]:

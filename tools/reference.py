@@ -52,7 +52,7 @@ def _type(key: str, field: dataclasses.Field[Any]) -> str:
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
     kind, null = kind_of(field).removesuffix(" | None"), str(field.type).endswith("None")
-    above = least == 0 and _refused(f"{key}=0")
+    above = least == 0 and _refused(f"{key}={'[0]' if 'list' in str(field.type) else 0}")
     bound = "" if least is None else f" {'>' if above else '>='} {least:g}"
     return f"{kind}{bound}{' or null' if null and field.default is not None else ''}"
 

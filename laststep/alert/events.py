@@ -29,7 +29,7 @@ SPREADS, SHARE = 8.0, 0.1  # above the median by this many spreads, and by this 
 class Event:
     """Something to say, once."""
 
-    kind: str  # see laststep.alert.section.KINDS
+    kind: str  # see laststep.alert.KINDS
     key: str  # names the event among those of the run
     title: str
     text: str

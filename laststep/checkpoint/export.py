@@ -33,7 +33,7 @@ from laststep.checkpoint.store import (
 )
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.records.metrics import VALIDATED
 from laststep.rundir import RunDir, aside, fsync
 

@@ -23,9 +23,8 @@ from laststep.checkpoint.interval import AutoInterval
 from laststep.checkpoint.opaque import OpaqueFiles
 from laststep.checkpoint.store import CheckpointStore, ranked
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
-from laststep.config.anchors import Anchors
 from laststep.config.errors import DiskError
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Anchors, Ranking
 from laststep.config.schema import Checkpoint
 from laststep.observe.progress import Progress
 from laststep.ranks.group import Group, PeerLost

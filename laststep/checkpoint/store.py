@@ -51,9 +51,8 @@ from laststep.checkpoint.files import (
     disk_errors_explained,
     verify_files,
 )
-from laststep.config.anchors import NO_ANCHORS, Anchors
 from laststep.config.errors import DiskError
-from laststep.config.ranking import Ranking
+from laststep.config.keep import NO_ANCHORS, Anchors, Ranking
 from laststep.ranks.disk import MARK, look_anew
 from laststep.records import kept_files
 from laststep.records.attempts import recorded_step

@@ -63,8 +63,7 @@ from laststep.checkpoint.store import (
     shard_name,
     syncs_names,
 )
-from laststep.config.anchors import NO_ANCHORS, Anchors
-from laststep.config.ranking import Ranking
+from laststep.config.keep import NO_ANCHORS, Anchors, Ranking
 from laststep.ranks.meeting import with_prefix
 from laststep.ranks.world import ShardPlace
 from laststep.rundir import fsync

@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.cli.parsers import Parser
+from laststep.cli.parsers import ROOT_KEY, Parser
 from laststep.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,13 +30,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("first", metavar="A", help="name or folder of a run")
     parser.add_argument("second", metavar="B", help="name or folder of another")
-    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder that holds all runs")
+    parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare; returns the exit status. Raises ConfigError."""
-    from laststep.cli.replay import _folder
     from laststep.replay import parting
+    from laststep.replay.again import folder_for
     from laststep.runs import run_folders
 
     root = run_folders.runs_root(args.overrides)
@@ -48,11 +47,13 @@ def run(args: argparse.Namespace) -> int:
     say = sys.stderr if args.json else sys.stdout
     for line in _around(found, first, second):
         print(line, file=say, flush=True)
+    if not found.steps:
+        raise ConfigError(f"{first.name} {second.name}: have no step that both have done, so nothing can be compared")
     if found.recorded is not None and not args.records:
         print(f"again  both from step {found.known_same + 1} to {found.recorded} ...", file=say, flush=True)
-        with _folder(None) as folder:
+        with folder_for() as folder:
             try:
-                parting.find(found, first, second, Path(folder))
+                parting.find(found, first, second, folder)
             except RuntimeError as error:
                 print(f"failed {error}", file=sys.stderr)
                 return 1
@@ -92,10 +93,10 @@ def _around(found: Parting, first: RunDir, second: RunDir) -> Iterator[str]:
             yield f"{kind:<6} {key}: {one} | {other}"
     for file in found.code[:MOST]:
         yield f"code   {file}"
-    if found.recorded is None:
+    if found.recorded is not None:
+        yield f"first  step {found.recorded} is the first whose records differ: {', '.join(found.fields)}"
+    elif found.steps:
         yield f"same   {first.name} and {second.name}: nothing differs in the {found.steps} steps that both have done"
-        return
-    yield f"first  step {found.recorded} is the first whose records differ: {', '.join(found.fields)}"
 
 
 def _within(found: Parting, first: RunDir, second: RunDir) -> Iterator[str]:

@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from laststep.config.errors import ConfigError
 from laststep.say import counted
 
 if TYPE_CHECKING:
+    from laststep.replay.again import Stretch
     from laststep.rundir import RunDir
 
 DESCRIPTION = """\
@@ -52,65 +52,67 @@ def run(args: argparse.Namespace) -> int:
     from laststep.replay import again
     from laststep.replay.again import Stretch
 
-    words = _job_words(args)
-    run = named_run(args)
+    words, asked = _job_words(args), _asked(args)
     first, last = args.step, args.step if args.to is None else args.to
-    stretch = Stretch.of(run, first, last, args.ranks, as_done=bool(words))
-    if args.debug:
-        again.check_debug(stretch)
-    asked = {
-        name: str(Path(path).absolute())
-        for name, path in (("batch", args.save_batch), ("trace", args.profile))
-        if path is not None
-    }
-    for path in asked.values():
-        if not Path(path).parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {Path(path).parent}")
-    begins = f"the checkpoint of step {stretch.start}" if stretch.start else "the beginning of the run"
-    say = sys.stderr if args.json else sys.stdout
+    stretch = Stretch.of(named_run(args), first, last, args.ranks, as_done=bool(words))
     plan = again.looking(first, asked) if asked else None
-    config = None
-    if words:
-        from laststep.replay import job
-
-        config = job.configured(stretch, words, plan)
-    else:
+    said = sys.stderr if args.json else sys.stdout
+    try:
+        if words:
+            config = again.job_for(stretch, words, plan)
+            print(stretch.described(config.launch.world_size), file=said, flush=True)
+            with contextlib.redirect_stdout(said):
+                copy = again.submit_job(stretch, config)
+            again.await_job(stretch, copy)
+            return _show(args, stretch, copy, config.launch.world_size, asked)
         again.check_gpus(stretch)
-    ranks = stretch.ranks if config is None else config.launch.world_size
-    print(f"replay {run.name} from {begins}, {counted(ranks, 'rank')}", file=say, flush=True)
-    with _folder(args.keep) if config is None else contextlib.nullcontext(run.path) as folder:
-        try:
-            if config is not None:
-                with contextlib.redirect_stdout(say):
-                    copy = job.submit(stretch, config)
-                job.wait(stretch, copy)
-            else:
-                copy = again.copy_of(stretch, folder)
-                if args.debug:
-                    return again.debug(stretch, copy)
-                again.train(stretch, copy, plan)
-        except RuntimeError as error:
-            print(f"failed {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            if config is None:
-                raise
-            return 130
-        found = again.differences(run, copy, first, last)
-        lines = again.steps_of(copy, first, last)
-        digests = again.compared_digests(run, first, last)
-        if args.json:
-            result = {
-                "run": run.name,
-                "from": stretch.start,
-                "ranks": ranks,
-                "steps": sorted(lines),
-                "same": not found,
-                "digests_compared": digests,
-                "differences": [one._asdict() for one in found],
-            }
-            print(json.dumps(result, indent=1))
-            return int(bool(found))
+        if args.debug:
+            again.check_debug(stretch)
+        print(stretch.described(stretch.ranks), file=said, flush=True)
+        with again.folder_for(args.keep) as folder:
+            copy = again.copy_of(stretch, folder)
+            if args.debug:
+                return again.debug(stretch, copy, asked)
+            again.train(stretch, copy, plan)
+            return _show(args, stretch, copy, stretch.ranks, asked)
+    except RuntimeError as error:
+        print(f"failed {error}", file=sys.stderr)
+        return 1
+
+
+def _asked(args: argparse.Namespace) -> dict[str, str]:
+    """The files to write about the first step, by what is in them. Raises ConfigError."""
+    asked = {}
+    for name, given in (("batch", args.save_batch), ("trace", args.profile)):
+        if given is not None:
+            path = Path(given).absolute()
+            if path.is_dir() or not path.parent.is_dir():
+                why = "is a folder; name a file in it" if path.is_dir() else f"there is no folder {path.parent}"
+                raise ConfigError(f"{given}: {why}")
+            asked[name] = str(path)
+    return asked
+
+
+def _show(args: argparse.Namespace, stretch: Stretch, copy: RunDir, ranks: int, asked: Mapping[str, str]) -> int:
+    """Print whether it came out the same; returns the exit status."""
+    from laststep.records.metrics import DIGEST
+    from laststep.replay import again
+
+    run, first, last = stretch.run, stretch.first, stretch.last
+    found = again.differences(run, copy, first, last)
+    digests = sum(DIGEST in line for line in again.steps_of(run, first, last).values())
+    if args.json:
+        result = {
+            "run": run.name,
+            "from": stretch.start,
+            "ranks": ranks,
+            "steps": sorted(again.steps_of(copy, first, last)),
+            "same": not found,
+            "digests_compared": digests,
+            "differences": [one._asdict() for one in found],
+        }
+        print(json.dumps(result, indent=1))
+        return int(bool(found))
     for each in found[:10]:
         print(f"step   {each.step}: {each.name} was {each.recorded}, is {each.again}")
     for name, path in asked.items():
@@ -131,6 +133,8 @@ def _job_words(args: argparse.Namespace) -> list[str]:
     for word in words:
         if not word.startswith("launch.") or word.startswith("launch.name="):
             raise ConfigError(f"{word}: a replay keeps the run's configuration, but for the launch.* keys of its job")
+    if args.debug and args.json:
+        raise ConfigError("--json --debug: the debugger has the terminal; leave one out")
     for option, given, fix in (
         ("--debug", args.debug, "it needs one process on this machine"),
         ("--keep", args.keep, "a job's folder stays anyway"),
@@ -139,50 +143,3 @@ def _job_words(args: argparse.Namespace) -> list[str]:
         if words and given:
             raise ConfigError(f"{option} {words[0]}: {fix}; leave one out")
     return words
-
-
-@contextlib.contextmanager
-def again_up_to(source: RunDir, step: int) -> Iterator[RunDir]:
-    """A copy of the run that has a checkpoint of `step`, done again for it and removed after the block. Raises
-    ConfigError."""
-    from laststep.replay import again
-    from laststep.replay.again import Stretch
-
-    stretch = Stretch.of(source, step, step)
-    again.check_gpus(stretch)
-    begins = f"the checkpoint of step {stretch.start}" if stretch.start else "the beginning of the run"
-    print(f"replay {source.name} from {begins}, {counted(stretch.ranks, 'rank')}", flush=True)
-    with _folder(None) as folder:
-        copy = again.copy_of(stretch, folder)
-        try:
-            again.train(stretch, copy)
-        except RuntimeError as error:
-            raise ConfigError(f"--from {source.name}@{step}: {error}") from None
-        if differences := again.differences(source, copy, stretch.start + 1, step):
-            first = differences[0]
-            raise ConfigError(
-                f"--from {source.name}@{step}: step {first.step} does not come out again as it was recorded "
-                f"({first.name} differs), so no run can begin after it; branch off a checkpoint"
-            )
-        yield copy
-
-
-@contextlib.contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
-    """Where the replay works; removed at the end, however the command ends, unless it is to be kept."""
-    from laststep.submission.sbatch import ended_by_signals
-
-    if keep is not None:
-        place = Path(keep).absolute()
-        try:
-            place.mkdir()
-        except OSError as error:
-            raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
-        with ended_by_signals():
-            yield place
-        return
-    with (
-        ended_by_signals(),
-        tempfile.TemporaryDirectory(prefix="laststep-replay-", ignore_cleanup_errors=True) as folder,
-    ):
-        yield Path(folder)

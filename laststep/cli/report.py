@@ -66,7 +66,7 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
         curves=read_curves(run.metrics, kept),
         config={key: value for key, _, value in fields_of(config)},
         yaml=config.to_yaml(),
-        figures=rooms.figures(run),
-        more=rooms.facts(run),
-        links=rooms.links(run),
+        figures=rooms.told("figures", run),
+        more=rooms.told("facts", run),
+        links=rooms.told("links", run),
     )

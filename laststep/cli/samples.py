@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the samples; returns the exit status. Raises ConfigError."""
-    from laststep.replay.samples import Named, samples_of
+    from laststep.replay.used_samples import Named, samples_of
 
     run = named_run(args)
     epoch, parts = samples_of(run, args.step)

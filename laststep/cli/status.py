@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
             {
                 **vars(one),
                 "time_s": vars(time_of(one)),
-                "links": rooms.links(RunDir(one.folder)),
-                **rooms.fields(RunDir(one.folder)),
+                "links": rooms.told("links", RunDir(one.folder)),
+                **rooms.told("fields", RunDir(one.folder)),
                 **shown.fields(one),
             }
             for one in wanted

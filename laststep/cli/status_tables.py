@@ -181,7 +181,7 @@ def _history(runs: Sequence[RunStatus], least: int) -> list[Column]:
 
 def _of_rooms(runs: Sequence[RunStatus]) -> list[Column]:
     """A column for each cell that a room has for one of the runs that train."""
-    cells = [rooms.cells(RunDir(run.folder)) if run.state == "running" else {} for run in runs]
+    cells = [rooms.told("cells", RunDir(run.folder)) if run.state == "running" else {} for run in runs]
     titles = dict.fromkeys(title for each in cells for title in each)
     return [_column(title, [each.get(title, "") for each in cells], gives_way=3) for title in titles]
 
@@ -251,11 +251,11 @@ def _facts(run: RunDir, status: RunStatus, records: Sequence[AttemptRecord], pen
             facts["attempts"] = f"{status.attempts}, {lost}"  # without goodput, which would contradict `time`
             facts["time"] = str(time_of(status))
         facts["GPU hours" if _on_gpus(run) else "rank hours"] = f"{status.rank_hours:,.2f}"
-    facts |= rooms.facts(run)
+    facts |= rooms.told("facts", run)
     facts["excludes"] = _excluded(run, records)
     if epoch := newest_epoch(run.metrics):
         facts[f"epoch {epoch['epoch']}"] = ", ".join(f"{name} {number(epoch[name])}" for name in metrics_in(epoch))
-    facts |= rooms.links(run)
+    facts |= rooms.told("links", run)
     facts["folder"] = str(run.path)
     if log := _log(run, status, records):
         facts["log"] = log

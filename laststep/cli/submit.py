@@ -127,10 +127,10 @@ def _copy_state(source: RunDir, folder: RunDir, step: int | None) -> int:
         return branch.copy_state(source, folder, step)
     if rooms.lacks_verb("replay"):
         raise ConfigError(f"--from {source.name}@{step}: there is no checkpoint of this step")
-    from laststep.cli.replay import again_up_to
+    from laststep.replay import again
 
-    with again_up_to(source, step) as again:
-        return branch.copy_state(source, folder, step, again)
+    with again.up_to(source, step) as copy:
+        return branch.copy_state(source, folder, step, copy)
 
 
 def _smoke(args: argparse.Namespace, config: Config, machine: Machine) -> int:

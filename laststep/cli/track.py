@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import run_config
     from laststep.runs.run_status import StatusReader
     from laststep.track import sender as sending
-    from laststep.track.section import wishes
+    from laststep.track.wanted import wishes
 
     if args.follow and args.weights:
         raise ConfigError("--weights: sends what is there now; leave out --follow")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if wish.by_script:
             note(f"{wish.tracker}: the run's script sends to it (track.{wish.tracker}.by=script)")
         elif not lock.take():
-            note(f"{wish.tracker}: the process beside the training sends to it just now ({lock.holder()})")
+            note(f"{wish.tracker}: another process sends to it just now ({lock.holder()})")
         else:
             senders.append(sending.Sender(folder, wish, note))
     reader = StatusReader()

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from laststep.config.anchors import Anchors
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of
+from laststep.config.keep import Anchors, Ranking
+from laststep.config.keys import FLOAT_OR_AUTO, INT_OR_RANGE, fields_of, shown
 from laststep.config.machine import Machine, Way
-from laststep.config.ranking import Ranking
 from laststep.config.schema import READY_MADE, RESERVED_SBATCH_OPTIONS, Launch, Settings, Train
 from laststep.say import counted
 
@@ -218,15 +217,16 @@ def _check_limits(key: str, field: dataclasses.Field[Any], value: Any) -> None:
     """Raise ConfigError for a value outside the limits that the schema gives for its key."""
     choices, least = field.metadata["choices"], field.metadata["least"]
     if field.type == "list[str]" and not all(isinstance(line, str) for line in value):
-        raise ConfigError(f"{key}={value}: must be of type list[str]")
+        raise ConfigError(f"{shown(key, value)}: must be of type list[str]")
     if choices and value not in choices:
         raise ConfigError(f"{key}={value}: {nearest(str(value), choices)}")
     if isinstance(value, float) and not math.isfinite(value) and not (key == "optim.clip_norm" and value == math.inf):
         raise ConfigError(f"{key}={value}: must be a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{key}={value}: must fit into 64 bits")
-    if least is not None and isinstance(value, (int, float)) and value < least:
-        raise ConfigError(f"{key}={value}: must be at least {least:g}")
+    for each in value if isinstance(value, list) else [value]:
+        if least is not None and isinstance(each, (int, float)) and each < least:
+            raise ConfigError(f"{key}={value}: must be at least {least:g}")
 
 
 def _check_single_keys(config: Settings) -> None:

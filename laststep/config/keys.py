@@ -37,7 +37,7 @@ def parse_override(word: str) -> dict[str, Any]:
     try:
         tree, written = OmegaConf.to_container(OmegaConf.from_dotlist([word])), as_written(text)
     except Exception as error:  # YAML and OmegaConf raise many types; the word is wrong in each case
-        raise ConfigError(f"{word}: cannot be read as key=value: {first_line(error)}") from None
+        raise ConfigError(f"{shown(key, text)}: cannot be read as key=value: {first_line(error)}") from None
     return values_of(tree, {key: written})
 
 
@@ -89,7 +89,7 @@ def known_fields() -> dict[str, dataclasses.Field[Any]]:
 def assign(tree: Any, key: str, value: Any) -> None:
     """Set a dotted key of an OmegaConf tree. Raises ConfigError for a key or a value that does not fit the schema."""
     known = known_fields()
-    given = f"{key}={'null' if value is None else value}"
+    given = shown(key, value)
     open_key = next((k for k, f in known.items() if f.type.startswith("dict") and key.startswith(k + ".")), None)
     if key not in known and open_key is None:
         sections = [k for k in known if k.startswith(key + ".")]
@@ -107,7 +107,18 @@ def assign(tree: Any, key: str, value: Any) -> None:
     except OmegaConfBaseException:
         kind = kind_of(known[open_key or key]).replace(" | None", " or null")
         unit = UNITS.get(key.rpartition("_")[2])
-        raise ConfigError(f"{given}: must be of type {kind}{(unit and f', in {unit}') or ''}") from None
+        hint = f", in {unit}" if unit else ""
+        if kind.startswith("list") and isinstance(value, (str, int)):
+            hint = f"; write {given.replace('=', '=[', 1)}]"
+        elif kind.startswith("dict") and key == (open_key or key):
+            hint = f"; write {key}.NAME=VALUE"
+        raise ConfigError(f"{given}: must be of type {kind}{hint}") from None
+
+
+def shown(key: str, value: Any) -> str:
+    """`key=value` as a message may show it."""
+    secret = key in known_fields() and known_fields()[key].metadata["secret"]
+    return f"{key}={'***' if secret else 'null' if value is None else value}"
 
 
 def replaced(tree: Any, names: Sequence[str], value: Any) -> Any:

@@ -136,10 +136,10 @@ class Train:
         choices=("none", "full", "hybrid"),
     )
     skip_steps: list[int] = setting(
-        [], "steps of a Task to leave out: their batches are passed over, and change nothing, e.g. [1234]"
+        [], "steps of a Task to leave out: their batches are passed over, and change nothing, e.g. [1234]", least=1
     )
     skip_samples: list[int] = setting(
-        [], "samples of a Task to leave out of their batches, by their numbers, which `samples` shows"
+        [], "samples of a Task to leave out of their batches, by their numbers, which `samples` shows", least=0
     )
     precision: str = setting(
         "fp32",

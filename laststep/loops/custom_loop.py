@@ -30,7 +30,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import OPAQUE
 from laststep.config.config import Config, changed_ends
 from laststep.config.errors import ConfigError, NotFinite
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.config.reads import GivenKeys
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers, end_workers, set_up_workers
 from laststep.data.order import (

@@ -49,10 +49,10 @@ from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.checkpoint.store import START_S, CheckpointStore
 from laststep.checkpoint.writer import WRITE_BYTES, CheckpointInfo
-from laststep.config.anchors import Anchors
 from laststep.config.checks import check_replicas
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, NotFinite
+from laststep.config.keep import Anchors
 from laststep.config.reads import GivenKeys
 from laststep.loops import digest
 from laststep.loops.digest import StateDigest

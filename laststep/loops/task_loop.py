@@ -27,7 +27,7 @@ from laststep.checkpoint.restore import SharedCheckpoint
 from laststep.config.checks import check_batch, check_shards, check_size
 from laststep.config.config import Config, changed_ends
 from laststep.config.errors import ConfigError, NotFinite
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.decoded_cache import DecodedCache

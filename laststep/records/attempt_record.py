@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
@@ -130,3 +131,9 @@ def read_attempts(path: Path) -> list[AttemptRecord]:
 def read_ended_attempts(path: Path) -> list[EndedAttempt]:
     """Like `read_attempts`, but only the attempts whose end is recorded."""
     return [record for record in read_attempts(path) if record["reason"]]
+
+
+def done_by(records: Sequence[AttemptRecord], step: int) -> EndedAttempt | None:
+    """The attempt that did a step and kept it, of those that have ended; None: nobody has, or one that trains now."""
+    kept = (r for r in records if r["reason"] and r["start_step"] < step <= r["end_step"] - r["lost_steps"])
+    return next(reversed(list(kept)), None)

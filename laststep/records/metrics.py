@@ -236,19 +236,19 @@ def newest_step(path: Path) -> StepLine | None:
 def steps_from(path: Path, step: int) -> Iterator[StepLine]:
     """The lines of this step and all later ones. A long file is searched by bisection, not read from its beginning."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(place_of(file, step))
+        file.seek(place_of(file, "step", step))
         yield from (line for line in parsed(file) if is_step(line) and line["step"] >= step)
 
 
-def place_of(file: IO[bytes], step: int) -> int:
-    """Where in metrics.jsonl a line begins that comes before all lines of this step and of later ones, but for few."""
+def place_of(file: IO[bytes], key: str, value: float) -> int:
+    """Where a line begins that comes before all lines with this value or a higher one, but for few; values of this key
+    rise in the file. It is searched by bisection."""
     low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
     while high - low > TAIL:
         middle = (low + high) // 2
         file.seek(middle)
         file.readline()  # the rest of a line
-        number = next((line["step"] for line in parsed(file, high) if "step" in line), step)
-        if number < step:
+        if next((line[key] for line in parsed(file, high) if key in line), value) < value:
             low = middle
         else:
             high = middle

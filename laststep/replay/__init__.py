@@ -5,5 +5,5 @@ own; `operators` notes, in the ranks of such a stretch, what each operator of to
 runs; `samples` computes, without torch, which samples a step used.
 
 Not here: what a run keeps for this, the digests (laststep/loops/digest.py) and the checkpoints that stay for good
-(laststep/config/anchors.py). Nothing here is imported by a run that nobody looks back at.
+(laststep/config/keep.py). Nothing here is imported by a run that nobody looks back at.
 """

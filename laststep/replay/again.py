@@ -6,35 +6,43 @@ its code. So the run itself stays as it is, and may train meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from itertools import groupby
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from laststep import rooms
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointStore
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
 from laststep.config.schema import without_gpus
 from laststep.ranks.slurm import is_job_id
-from laststep.records.attempt_record import reason_in
-from laststep.records.metrics import CLOCK, DIGEST, is_step, read_lines
+from laststep.records.attempt_record import done_by, reason_in
+from laststep.records.metrics import CLOCK, newest_step, steps_from
 from laststep.records.probes import ProbePlan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
-from laststep.runs.run_status import records_of
-from laststep.say import command, counted
+from laststep.runs.pending import WaitReport
+from laststep.runs.run_status import StatusReader, records_of
+from laststep.say import command, counted, note
 from laststep.script import FILE
-from laststep.submission import local
+from laststep.submission import local, submission
 from laststep.submission.machine_checks import count_gpus
+from laststep.submission.sbatch import ended_by_signals
 
+POLL_S = 0.5  # how often a job is looked at
 NEVER: dict[str, Any] = {"every_steps": None, "every_minutes": None, "every_epochs": None, "anchors": None}
 
 
@@ -61,11 +69,17 @@ class Stretch:
         """How many ranks do the last step."""
         return self.parts[-1].ranks
 
+    def described(self, ranks: int) -> str:
+        """A line for a person, before it begins on these ranks."""
+        begins = f"the checkpoint of step {self.start}" if self.start else "the beginning of the run"
+        return f"replay {self.run.name} from {begins}, {counted(ranks, 'rank')}"
+
     @classmethod
     def of(cls, run: RunDir, first: int, last: int, ranks: int | None = None, as_done: bool = False) -> Stretch:
         """The steps from `first` to `last` of a run, on this many ranks: by default one where train.shares allows it,
         else, or `as_done`, as many as did them. Raises ConfigError."""
-        done = max((line["step"] for line in read_lines(run.metrics) if is_step(line)), default=0)
+        newest = newest_step(run.metrics)
+        done = newest["step"] if newest else 0
         if not 0 < first <= last:
             raise ConfigError(f"--step {first} --to {last}: steps count from 1, and the first comes first")
         if last > done:
@@ -73,7 +87,7 @@ class Stretch:
         store = CheckpointStore(run.checkpoints)
         start = 0
         for step in reversed(store.steps()):
-            with suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError):
                 if step < first and store.inspect(step):
                     start = step
                     break
@@ -81,16 +95,15 @@ class Stretch:
 
 
 def _parts(run: RunDir, start: int, last: int, ranks: int | None, as_done: bool) -> Iterator[Part]:
-    starts = [record for record in records_of(run) if record["end_step"] - record["lost_steps"] > record["start_step"]]
+    records = records_of(run)
     configs = {line["job_id"]: line["config"] for line in read_submissions(run.submissions) if "config" in line}
 
-    def done_by(step: int) -> tuple[int, str | None]:
-        found = [r for r in starts if r["start_step"] < step <= r["end_step"] - r["lost_steps"]]
-        if not found:  # of the attempt that trains now, or a record that is lost
+    def of_step(step: int) -> tuple[int, str | None]:
+        if (found := done_by(records, step)) is None:  # of the attempt that trains now, or a record that is lost
             return run_config.as_submitted(run).launch.world_size, None
-        return found[-1]["world_size"], configs.get(found[-1]["job_id"])
+        return found["world_size"], configs.get(found["job_id"])
 
-    for (size, text), steps in groupby(range(start + 1, last + 1), done_by):
+    for (size, text), steps in itertools.groupby(range(start + 1, last + 1), of_step):
         config = run_config.as_submitted(run) if text is None else Config.parse(text)
         yield Part(config, check_ranks(run, config, size, size if as_done else ranks), list(steps)[-1])
 
@@ -99,6 +112,8 @@ def check_ranks(run: RunDir, config: Config, size: int, asked: int | None, words
     """On how many ranks to do what `size` ranks have done, where `asked` of them are asked for, by these words. Raises
     ConfigError."""
     words = words or f"--ranks {asked}"
+    if asked is not None and asked < 1:
+        raise ConfigError(f"{words}: must be at least 1")
     shares = config.train.shares
     if shares is None:
         if asked not in (None, size):
@@ -130,12 +145,51 @@ class Difference(NamedTuple):
     again: Any
 
 
+@contextlib.contextmanager
+def folder_for(keep: str | None = None) -> Iterator[Path]:
+    """Where steps are done again; removed at the end, however the command ends, unless it is to be kept. Raises
+    ConfigError."""
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(ended_by_signals())
+        if keep is None:
+            removed = tempfile.TemporaryDirectory(prefix="laststep-replay-", ignore_cleanup_errors=True)
+            yield Path(ending.enter_context(removed))
+            return
+        place = Path(keep).absolute()
+        try:
+            place.mkdir()
+        except OSError as error:
+            raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
+        yield place
+
+
+@contextlib.contextmanager
+def up_to(source: RunDir, step: int) -> Iterator[RunDir]:
+    """A copy of the run that has a checkpoint of `step`, done again for it and removed after the block. Raises
+    ConfigError."""
+    stretch = Stretch.of(source, step, step)
+    check_gpus(stretch)
+    print(stretch.described(stretch.ranks), flush=True)
+    with folder_for() as folder:
+        copy = copy_of(stretch, folder)
+        try:
+            train(stretch, copy)
+        except RuntimeError as error:
+            raise ConfigError(f"--from {source.name}@{step}: {error}") from None
+        if found := differences(source, copy, stretch.start + 1, step):
+            raise ConfigError(
+                f"--from {source.name}@{step}: step {found[0].step} does not come out again as it was recorded "
+                f"({found[0].name} differs), so no run can begin after it; branch off a checkpoint"
+            )
+        yield copy
+
+
 def copy_of(stretch: Stretch, folder: Path, name: str = "replay") -> RunDir:
     """A copy of the run as it was at the start of the stretch, in `folder`: nothing is trained yet. Raises
     ConfigError."""
     run = run_folders.create(_config(stretch, stretch.parts[0], folder, name))
     fill(stretch, run)
-    with suppress(FileNotFoundError, StopIteration), stretch.run.submissions.open() as file:
+    with contextlib.suppress(FileNotFoundError, StopIteration), stretch.run.submissions.open() as file:
         run.submissions.write_text(next(file))  # the ranks work in the folder where the run was begun
     return run
 
@@ -161,7 +215,7 @@ def fill(stretch: Stretch, run: RunDir) -> None:
         (source.data, run.data),
         (source.initial_weights, run.initial_weights),
     ):
-        with suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             shutil.copy(path, copy)
     if stretch.start:
         store, copies = CheckpointStore(source.checkpoints), CheckpointStore(run.checkpoints)
@@ -175,7 +229,7 @@ def fill(stretch: Stretch, run: RunDir) -> None:
             ) from None
         with source.metrics.open("rb") as lines, run.metrics.open("wb") as kept:
             for line in lines:
-                with suppress(ValueError):
+                with contextlib.suppress(ValueError):
                     if json.loads(line)["step"] > stretch.start:
                         break
                 kept.write(line)
@@ -206,11 +260,13 @@ def _config(stretch: Stretch, part: Part, folder: Path, name: str) -> Config:
 
 
 def once(config: Config) -> Config:
-    """The configuration for steps that are done again: one attempt, which saves at its end alone."""
+    """The configuration for steps that are done again: one attempt, which saves at its end alone, and of which no
+    tracker and no webhook hears."""
+    quiet = {name: type(getattr(config, name))() for name in rooms.section_names()}
     launch = dataclasses.replace(config.launch, spare_nodes=0, chain=1, max_restarts=0, max_failures=0)
     saves = dataclasses.replace(config.checkpoint, keep_last=1, keep_best=0, replicas=0, **NEVER)
     train = dataclasses.replace(config.train, digest_every=1)
-    return dataclasses.replace(config, launch=launch, checkpoint=saves, train=train)
+    return dataclasses.replace(config, launch=launch, checkpoint=saves, train=train, **quiet)
 
 
 def train(
@@ -264,15 +320,10 @@ def differences(recorded: RunDir, again: RunDir, first: int, last: int) -> list[
     ]
 
 
-def steps_of(run: RunDir, first: int, last: int) -> Mapping[int, dict[str, Any]]:
+def steps_of(run: RunDir, first: int = 1, last: float = math.inf) -> Mapping[int, dict[str, Any]]:
     """The lines of these steps in metrics.jsonl."""
-    lines = (line for line in read_lines(run.metrics) if is_step(line))
-    return {line["step"]: dict(line) for line in lines if first <= line["step"] <= last}
-
-
-def compared_digests(recorded: RunDir, first: int, last: int) -> int:
-    """For how many of these steps the run has recorded a digest."""
-    return sum(DIGEST in line for line in steps_of(recorded, first, last).values())
+    lines = itertools.takewhile(lambda line: line["step"] <= last, steps_from(run.metrics, first))
+    return {line["step"]: dict(line) for line in lines}
 
 
 def looking(step: int, asked: Mapping[str, str]) -> ProbePlan:
@@ -289,10 +340,10 @@ def check_debug(stretch: Stretch) -> None:
         )
 
 
-def debug(stretch: Stretch, run: RunDir) -> int:
+def debug(stretch: Stretch, run: RunDir, asked: Mapping[str, str]) -> int:
     """Do the stretch again in this process, and stop in pdb before its first step; returns the exit status."""
     for part in stretch.parts:
-        plan = dataclasses.replace(looking(stretch.first, {"debug": "pdb"}), steps=part.last)
+        plan = dataclasses.replace(looking(stretch.first, {**asked, "debug": "pdb"}), steps=part.last)
         config = _config(stretch, part, run.path.parent, run.name)
         launch = dataclasses.replace(config.launch, hang_timeout_s=10**9)
         config = dataclasses.replace(config, launch=launch)
@@ -300,3 +351,63 @@ def debug(stretch: Stretch, run: RunDir) -> int:
         os.environ.update({**plan.environment(), **_code(stretch.run, config)})
         status = local.run_debug(config)
     return 0 if status > 128 else status  # the stop after the step
+
+
+# -- by a job, which is submitted as those of any run are ------------------------------------------------------------
+
+
+def job_for(stretch: Stretch, words: Sequence[str], plan: ProbePlan | None = None) -> Config:
+    """The configuration of a job with these `launch` words that does the stretch again, checked as any submission is.
+    Raises ConfigError."""
+    run, first = stretch.run, stretch.parts[0]
+    config = Config.parse(first.config.to_yaml(), words)
+    shown = " ".join(words)
+    if not str(config.launch.nodes).isdecimal():
+        raise ConfigError(f"launch.nodes={config.launch.nodes}: a replay needs one number of nodes, not a range")
+    alike = {dataclasses.replace(part.config, launch=config.launch).to_yaml() for part in stretch.parts}
+    if len(alike) > 1 or (config.train.shares is None and len({part.ranks for part in stretch.parts}) > 1):
+        raise ConfigError(
+            f"{shown}: steps {stretch.start + 1} to {stretch.last} of {run.name} were done with several configurations "
+            "or numbers of ranks, which one job cannot do; replay them on one machine"
+        )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"{shown}: no Slurm on this machine (sbatch not found); leave it out to replay here")
+    size = config.launch.world_size
+    check_ranks(run, config, first.ranks, size, f"{counted(size, 'rank')} ({shown})")
+    name = f"{run.name}-replay-{stretch.first}"
+    own = dataclasses.replace(plan or ProbePlan(since=stretch.last + 1), steps=stretch.last)
+    env = {**config.launch.env, **own.environment()}
+    launch = dataclasses.replace(config.launch, name=None, root=str(run.path.parent.absolute()), env=env)
+    search = code_copy.search_path(run, config, runs_copy=True)
+    config = once(dataclasses.replace(config, launch=launch))
+    return submission.ready(config, Machine(Way.SLURM, search=search, words=words), name)
+
+
+def submit_job(stretch: Stretch, config: Config) -> RunDir:
+    """Submit the job, with the code that the run's jobs have run. Raises ConfigError."""
+    os.chdir(run_folders.working_folder(stretch.run))  # where its ranks are to work
+    with run_folders.created(config) as run:
+        fill(stretch, run)
+        if stretch.run.code.exists():
+            run.code.symlink_to(stretch.run.code.resolve())
+        (job,) = submission.hand_over(run, config, [submission.ReadyRun(run, config)])
+    launch = config.launch
+    print(f"job    {job.job_id}: {counted(int(launch.nodes), 'node')} x {counted(launch.ranks_per_node, 'rank')}")
+    print(f"folder {run_folders.short(run.path)}", flush=True)
+    return run
+
+
+def await_job(stretch: Stretch, run: RunDir) -> None:
+    """Wait until the job has ended. Raises RuntimeError where it has not come to the last step, and KeyboardInterrupt,
+    which leaves the job alone."""
+    reader, waiting = StatusReader(), WaitReport(lambda text: note(f"[laststep] {text}"))
+    try:
+        while (status := reader.read([run])[0]).alive:
+            waiting.update(status)
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        name, source = run_folders.typed(run), run_folders.typed(stretch.run)
+        note(f"\n[laststep] the job goes on; to end it: `{command(f'cancel {name}')}`; after its end, what differs:")
+        note(f"[laststep] `{command(f'diff {source} {name} --records')}`")
+        raise
+    check_done(stretch, run, stretch.last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from laststep import rooms
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.records.metrics import CLOCK, DIGEST, is_step, read_lines
+from laststep.records.metrics import CLOCK, DIGEST, read_lines
 from laststep.records.probes import Probed, ProbePlan
 from laststep.replay import again
 from laststep.replay.again import Stretch
@@ -21,7 +23,8 @@ from laststep.runs import run_config
 
 MOST_WATCHED = 20  # steps whose operators are noted in the first pass; of more, only the state is
 OBSERVER = "laststep.replay.operators:Observer"
-NOT_COMPARED = ("launch.", "checkpoint.")  # how a run is run, not what it computes
+# How a run is run, not what it computes.
+NOT_COMPARED = ("launch.", "checkpoint.", *(f"{name}." for name in rooms.section_names()))
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,12 @@ def around(first: RunDir, second: RunDir) -> Parting:
 
 
 def _compare_records(parting: Parting, first: RunDir, second: RunDir) -> None:
-    lines = [{line["step"]: line for line in read_lines(run.metrics) if is_step(line)} for run in (first, second)]
+    lines = [again.steps_of(run) for run in (first, second)]
     both = sorted(lines[0].keys() & lines[1].keys())
     parting.steps = len(both)
     for step in both:
         one, other = lines[0][step], lines[1][step]
-        fields = sorted(name for name in one.keys() & other.keys() - {*CLOCK, "lr"} if one[name] != other[name])  # type: ignore[literal-required]
+        fields = sorted(name for name in one.keys() & other.keys() - {*CLOCK, "lr"} if one[name] != other[name])
         if fields or ("lr" in one and one.get("lr") != other.get("lr")):
             parting.recorded, parting.fields = step, fields or ["lr"]
             return
@@ -181,8 +184,6 @@ def _both_again(
 
 
 def _eager(config: Config) -> Config:
-    import dataclasses
-
     train = dataclasses.replace(config.train, compile=False, cuda_graphs=False)
     return dataclasses.replace(config, train=train)
 

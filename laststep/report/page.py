@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.config.schema import READY_MADE
 from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord

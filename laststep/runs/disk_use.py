@@ -14,7 +14,7 @@ from pathlib import Path
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointStore, Manifest, ranked
 from laststep.config.errors import ConfigError
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.rundir import RunDir
 from laststep.runs import run_config
 from laststep.runs.run_folders import all_runs, short, typed

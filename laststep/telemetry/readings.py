@@ -1,21 +1,25 @@
 """What the lines of all nodes say: how busy the GPUs are, what a run has used and lost, whether its GPUs idle, and the
-curves for the report. Reading the use so far takes the last line of each node, however long the run was."""
+curves for the report; at the end, what the core asks for (see laststep/rooms.py). Reading the use so far takes the last
+line of each node, however long the run was."""
 
 from __future__ import annotations
 
-import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from laststep.observe.progress import duration
+from laststep.ranks.beside import Beside
 from laststep.records.attempt_record import read_ended_attempts
-from laststep.records.metrics import last_lines, parsed
+from laststep.records.metrics import last_lines, parsed, place_of
 from laststep.rundir import RunDir
 
+DRIVER = Path("/proc/driver/nvidia/gpus")
 TAIL = 16 << 10  # bytes at the end of a file: several lines, also of a node with 16 GPUs
 NOW_S = 60.0  # a line that is older says nothing of now
 IDLE_S = 300.0  # that GPUs may idle: sites cancel such jobs after some half an hour or more
@@ -165,25 +169,10 @@ def _idle_lines(lines: Sequence[Mapping[str, Any]], now: float) -> Iterator[Mapp
 
 
 def line_at(path: Path, at: float) -> Mapping[str, Any]:
-    """The last line that was written by then; empty before the first. The file is searched by bisection."""
+    """The last line that was written by then; empty before the first. A long file is searched by bisection."""
     found: Mapping[str, Any] = {}
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return found
-    with file:
-        low, high = 0, file.seek(0, os.SEEK_END)
-        while high - low > TAIL:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline()  # the rest of a line
-            if next((line["time"] for line in parsed(file, high) if "time" in line), at + 1) <= at:
-                low = middle
-            else:
-                high = middle
-        file.seek(low)
-        if low:
-            file.readline()
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(place_of(file, "time", at))
         for line in parsed(file):
             if line.get("time", 0.0) > at:
                 break
@@ -191,7 +180,7 @@ def line_at(path: Path, at: float) -> Mapping[str, Any]:
     return found
 
 
-def curves(run: RunDir) -> dict[str, Any]:
+def figures(run: RunDir) -> dict[str, Any]:
     """The curves by step, by title (laststep.report.curves.Curve). A point has the range over GPUs, nodes and
     lines."""
     from laststep.report.curves import Curve  # a room that may not be here
@@ -224,3 +213,55 @@ CURVES = {
     "Disk, read (MB/s)": "disk_read_mb_s",
     "Disk, written (MB/s)": "disk_write_mb_s",
 }
+
+
+def programs(config: Any, run: RunDir) -> Iterator[Beside]:
+    """One on each node."""
+    record, gpus = config.telemetry.record, config.device != "cpu" and (config.launch.gpus > 0 or DRIVER.is_dir())
+    if record == "always" or (record == "auto" and gpus):
+        yield Beside("telemetry", "laststep.telemetry.sampler", "node")
+
+
+def cells(run: RunDir) -> dict[str, str]:
+    """How busy the GPUs are now."""
+    busy = busy_now(run, time.time())
+    return {} if busy is None else {"GPUs": f"{busy:.0f}%"}
+
+
+def facts(run: RunDir) -> dict[str, str]:
+    """What the run has used, what of it was lost, and whether its GPUs idle."""
+    found: dict[str, str] = {}
+    use = use_of(run)
+    if use.gpu_s:
+        busy = busy_now(run, time.time())
+        now = "" if busy is None else f", {busy:.0f}% now"
+        found["GPUs"] = f"{use.share:.0%} busy{now}; {_amounts(use)}{_lost(lost_use_of(run))}"
+    if (idling := idle(run, time.time())) is not None:
+        found["WARNING"] = said(idling)
+    return found
+
+
+def fields(run: RunDir) -> dict[str, Any]:
+    """The same, for programs; None without GPUs, or without telemetry."""
+    known = (use := use_of(run)).gpu_s > 0
+    lost = lost_use_of(run) if known else Use()
+    found = idle(run, time.time()) if known else None
+    numbers = {
+        "gpu_busy": use.share or 0.0,
+        "gpu_hours": use.gpu_hours,
+        "gpu_hours_lost": lost.gpu_hours,
+        "energy_kwh": use.energy_kwh,
+        "energy_lost_kwh": lost.energy_kwh,
+    }
+    return {name: round(value, 4) if known else None for name, value in numbers.items()} | {
+        "gpus_idle_s": round(found.seconds) if found else None,
+        "gpus_idle_why": found.cause if found else None,
+    }
+
+
+def _amounts(use: Use) -> str:
+    return f"{use.gpu_hours:,.2f} GPU hours, {use.energy_kwh:,.2f} kWh"
+
+
+def _lost(use: Use) -> str:
+    return f"; lost: {_amounts(use)}" if use.gpu_s else "; none of it lost"

@@ -15,6 +15,7 @@ from typing import Any
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
+from laststep.config.secret import Secrets
 from laststep.records.attempt_record import AttemptRecord, reason_in
 from laststep.records.metrics import newest_epoch, newest_step
 from laststep.records.plan import read_plan
@@ -23,7 +24,6 @@ from laststep.rundir import RunDir
 from laststep.runs import run_config
 from laststep.runs.run_status import goodput_of, is_finished, records_of, split_time
 from laststep.say import counted
-from laststep.track.secrets import Secrets
 from laststep.track.trackers import Facts
 
 MOST = 1 << 20  # bytes of a file that is sent
@@ -74,9 +74,8 @@ def facts(run: RunDir) -> Facts:
 
 def fingerprint(facts: Facts) -> str:
     """Names the configuration and the files, so that they are sent again only if they have changed."""
-    return hashlib.sha256(json.dumps([facts.config, facts.files], sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps([facts.config, facts.files], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _about(run: RunDir) -> dict[str, Any]:

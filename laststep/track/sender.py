@@ -34,8 +34,8 @@ from laststep.rundir import RunDir, aside, fsync
 from laststep.runs import run_config
 from laststep.track import describe
 from laststep.track.machines import Machines
-from laststep.track.section import Wish, wish_of
 from laststep.track.trackers import CLASSES, Row, Tracker, number
+from laststep.track.wanted import Wish, wish_of
 
 POLL_S = 2.0  # how often it looks for new steps
 ROWS = 1000  # of one batch
@@ -157,7 +157,7 @@ class Lines:
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
-                self._inode, self._offset, self._step = found.st_ino, place_of(file, step), -1
+                self._inode, self._offset, self._step = found.st_ino, place_of(file, "step", step), -1
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)
@@ -245,13 +245,16 @@ class Sender:
 
     def failed(self, error: BaseException) -> str:
         """Remember why it could not send, for `status`; returns that, without secrets."""
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        text = describe.secrets_of(self.run).hide(text)
+        text = self._said(error)
         if self.sent.error != text:
             self.sent.error = text
             with contextlib.suppress(OSError):
                 self.sent.write(self.folder)
         return text
+
+    def _said(self, error: BaseException) -> str:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return describe.secrets_of(self.run).hide(text)
 
     def _open(self) -> Tracker:
         mark = made_once(self.run, self.name)
@@ -330,7 +333,7 @@ class Sender:
             self._tracker.measure(measures)
         except Exception as error:  # of a tracker's package: there are many types
             self._machines = Machines(self.run, self.sent.machines)
-            text = describe.secrets_of(self.run).hide(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            text = self._said(error)
             if text != self._refused:
                 self._say(f"WARNING: {self.name} takes no telemetry just now: {text}")
             self._refused = text
@@ -349,6 +352,13 @@ class Sender:
             self._tracker.describe(facts, files != self.sent.files)
             self._told, self.sent.files = told, files
             self.sent.write(self.folder)
+
+
+def create() -> None:
+    """Print the id of a tracker's run, which is made if there is none; for a script that sends to it. The words of the
+    command are RUN and TRACKER."""
+    run = RunDir(sys.argv[1])
+    print(Sender(run, wish_of(run_config.as_submitted(run), sys.argv[2]), lambda text: None).create())
 
 
 def follow(sender: Sender, ending: threading.Event, is_over: Callable[[], bool], say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.track.machines import Measure, curve, means
-from laststep.track.section import Wish
+from laststep.track.wanted import Wish
 
 BATCH = 500  # metrics of one request to MLflow, whose limit is 1,000
 

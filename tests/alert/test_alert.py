@@ -16,7 +16,7 @@ import pytest
 
 from laststep.alert import events, post
 from laststep.alert.events import Event, Loss
-from laststep.alert.watch import Watch, look_once
+from laststep.alert.looker import Watch, look_once
 from laststep.cli.main import main
 from laststep.config import secret
 from laststep.config.config import Config
@@ -277,6 +277,10 @@ def test_a_secret_is_in_no_job_file() -> None:
         ("alert.to=[nope://hush]", "alert.to=nope://***: no URL that apprise can send to"),
         ("alert.to=[no-such-program hush]", "no-such-program is neither a URL nor a command"),
         ("alert.to=['cat \"hush']", "a command cannot be read: No closing quotation"),
+        ("alert.to=json://hush", "alert.to=***: must be of type list[str]; write alert.to=[***]"),
+        ("alert.to=[{json: hush}]", "alert.to=***: must be of type list[str]"),
+        ("alert.to=[json://hush", "alert.to=***: cannot be read as key=value"),
+        ("alert.when=failed", "alert.when=failed: must be of type list[str]; write alert.when=[failed]"),
         ("alert.when=[faild]", "alert.when=faild: did you mean failed?"),
     ],
 )
@@ -285,7 +289,8 @@ def test_refused_at_submission(
 ) -> None:
     """One line now, instead of silence at the moment that matters."""
     monkeypatch.chdir(tmp_path)
-    assert words in refusal(["--local", "--config", "mnist", word], capfd, tmp_path)
+    said = refusal(["--local", "--config", "mnist", word], capfd, tmp_path)
+    assert words in said and "hush" not in said
 
 
 def test_without_apprise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

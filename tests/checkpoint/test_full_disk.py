@@ -20,7 +20,7 @@ import torch.distributed as dist
 from laststep.checkpoint.manager import CheckpointManager, Position
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.config.schema import Checkpoint
 from laststep.ranks.group import Group
 from laststep.records.metrics import read_lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from laststep.config.anchors import Anchors
 from laststep.config.errors import ConfigError
+from laststep.config.keep import Anchors
 
 
 def test_every_n_steps() -> None:

@@ -99,17 +99,18 @@ def test_every_key_is_documented_and_can_be_set(key: str, field: dataclasses.Fie
 def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any], value: Any) -> None:
     """For a wrong type, a number that is too small or a wrong choice, the message names the key and the value."""
     if key in TIME_KEYS:
-        assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be minutes, M:S, H:M:S, D-H")
+        shown = "***" if field.metadata["secret"] else "nonsense"
+        assert refused(f"{key}=nonsense").startswith(f"{key}={shown}: must be minutes, M:S, H:M:S, D-H")
     elif key == "script":  # which may be typed as one word
         assert refused(f"{key}={{a: 1}}").startswith("script.a: no such key")
     elif field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
         assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
     if not field.type.endswith("None"):
-        assert refused(f"{key}=null").startswith(f"{key}=null: must be of type")
+        assert refused(f"{key}=null").startswith(f"{key}={'***' if field.metadata['secret'] else 'null'}: must be of")
     if field.metadata["least"] is not None:
-        assert refused(f"{key}=-1") == f"{key}={-1 if 'int' in field.type else -1.0}: must be at least " + (
-            f"{field.metadata['least']:g}"
-        )
+        word = "[-1]" if "list" in field.type else "-1"
+        given = word if "int" in field.type else "-1.0"
+        assert refused(f"{key}={word}") == f"{key}={given}: must be at least {field.metadata['least']:g}"
     if field.metadata["choices"]:
         wrong = value + "x"
         assert refused(f"{key}={wrong}") == f"{key}={wrong}: did you mean {value}?"

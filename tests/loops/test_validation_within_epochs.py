@@ -16,7 +16,7 @@ from laststep import Run
 from laststep.checkpoint.export import read_run
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
-from laststep.config.ranking import Ranking
+from laststep.config.keep import Ranking
 from laststep.records.metrics import read_lines
 from laststep.report.curves import read_curves
 from laststep.rundir import RunDir

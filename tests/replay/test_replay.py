@@ -20,7 +20,8 @@ from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.data.order import Order
 from laststep.records.metrics import read_lines
-from laststep.replay.samples import permuted
+from laststep.replay import again
+from laststep.replay.used_samples import permuted
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.script import FILE, as_override
@@ -183,7 +184,22 @@ def test_refused(root: Path, here: Path, capfd: pytest.CaptureFixture[str], monk
     assert "two has no train.shares, so only 2 ranks can compute the same bits" in refusal(words, capfd, here)
     words = ["replay", run, "--step", "2", "--debug"]
     assert "works in one process, and step 2 of two needs 2 ranks" in refusal(words, capfd, here)
+    for words, says in (
+        (["--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--profile", str(here)], f"{here}: is a folder; name a file in it"),
+        (["--save-batch", "/no/where/x"], "/no/where/x: there is no folder /no/where"),
+        (["--debug", "--json"], "--json --debug: the debugger has the terminal"),
+        (["--keep", "/no/where/x"], "--keep /no/where/x: No such file or directory; name a new folder"),
+    ):
+        assert says in refusal_of(["replay", run, "--step", "2", *words], capfd)
     assert "the same run twice" in refusal(["diff", run, run], capfd, here)
+    assert "are required: B\n" in refusal(["diff", run], capfd, here), "the folder of all runs may be left out"
+    untrained = RunDir(root / "untrained")
+    shutil.copytree(run, untrained.path)
+    untrained.metrics.unlink()
+    untrained.attempts.unlink()
+    said = refusal_of(["diff", run, str(untrained.path)], capfd)
+    assert "two untrained: have no step that both have done, so nothing can be compared" in said
     assert "two has steps from 1 to 2" in refusal(["samples", run, "--step", "5"], capfd, here)
     for option in (["--debug"], ["--keep", "kept"], ["--ranks", "2"]):
         assert f"{option[0]} launch.nodes=1: " in refusal(
@@ -199,6 +215,13 @@ def test_refused(root: Path, here: Path, capfd: pytest.CaptureFixture[str], monk
         words, capfd, here
     )
     assert [line["step"] for line in read_lines(RunDir(run).metrics) if "time" in line] == [1, 2]
+
+
+def test_nobody_is_told() -> None:
+    """A key that is missing today, or a server that is down, keeps no step from being done again."""
+    words = ["track.wandb.project=p", "alert.to=[no-such-program]", "telemetry.record=always"]
+    quiet: Any = again.once(Config.load(None, words))
+    assert (quiet.track.wandb, quiet.alert.to, quiet.telemetry.record) == ({}, [], "auto")
 
 
 def test_too_few_gpus(root: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from laststep.ranks.signpost import Signpost, read
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs.run_status import State
-from laststep.telemetry import hooks, readings
+from laststep.telemetry import readings
 from laststep.telemetry.measure import Gpus, Host, read_host
 from laststep.telemetry.sampler import Board, IdleWarning, Sampler
 from tests.telemetry.nvml import Nvml
@@ -212,13 +212,13 @@ def test_tensorboard(run: RunDir) -> None:
 
 def test_no_telemetry_is_no_error(run: RunDir) -> None:
     """Runs on CPUs, and all runs of older versions."""
-    assert hooks.facts(run) == {} and hooks.cell(run) is None and hooks.figures(run) == {}
-    assert set(hooks.fields(run).values()) == {None}
-    assert list(hooks.programs(Config.load(None, ["device=cpu"]), run)) == []
-    (program,) = hooks.programs(Config.load(None, ["device=cpu", "telemetry.record=always"]), run)
+    assert readings.facts(run) == {} and readings.cells(run) == {} and readings.figures(run) == {}
+    assert set(readings.fields(run).values()) == {None}
+    assert list(readings.programs(Config.load(None, ["device=cpu"]), run)) == []
+    (program,) = readings.programs(Config.load(None, ["device=cpu", "telemetry.record=always"]), run)
     assert program.where == "node"
-    assert list(hooks.programs(Config.load(None, ["launch.gpus_per_node=8", "telemetry.record=never"]), run)) == []
-    assert len(list(hooks.programs(Config.load(None, ["launch.gpus_per_node=8"]), run))) == 1
+    assert list(readings.programs(Config.load(None, ["launch.gpus_per_node=8", "telemetry.record=never"]), run)) == []
+    assert len(list(readings.programs(Config.load(None, ["launch.gpus_per_node=8"]), run))) == 1
 
 
 def test_the_signpost(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from laststep.config.config import Config
+from laststep.config.secret import HIDDEN, Secrets
 from laststep.rundir import RunDir
 from laststep.track import describe
-from laststep.track.secrets import HIDDEN, Secrets
 
 DOORS = {
     "launch.env.ANY_NAME": "value-of-a-variable",

@@ -11,7 +11,7 @@ import numpy
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.records.attempt_record import AttemptRecord
+from laststep.records.attempt_record import done_by
 from laststep.records.plan import read_plan
 from laststep.rundir import RunDir
 from laststep.runs import run_config
@@ -39,14 +39,9 @@ def samples_of(run: RunDir, step: int) -> tuple[int, list[Samples]]:
         )
     if not 0 < step <= plan["total_steps"]:
         raise ConfigError(f"--step {step}: {run.name} has steps from 1 to {plan['total_steps']}")
-    return _of_plan(config, plan["samples"], plan["batch_size"], step, _ranks_at(run, config, step))
-
-
-def _ranks_at(run: RunDir, config: Config, step: int) -> int:
-    """How many ranks did a step; as many as the run has now where none has done it yet."""
-    records: list[AttemptRecord] = records_of(run)
-    found = [r["world_size"] for r in records if r["start_step"] < step <= r["end_step"] - r["lost_steps"]]
-    return found[-1] if found else config.launch.world_size
+    attempt = done_by(records_of(run), step)  # where none has done it yet: as many as the run has now
+    ranks = attempt["world_size"] if attempt else config.launch.world_size
+    return _of_plan(config, plan["samples"], plan["batch_size"], step, ranks)
 
 
 def _of_plan(config: Config, samples: int, batch_size: int, step: int, ranks: int) -> tuple[int, list[Samples]]:

@@ -1,4 +1,5 @@
-"""`python -m laststep.alert.watch FOLDER [once]`: look at a run, and send the alerts that are due.
+"""What the core asks alerts for (see laststep/rooms.py), and the process that looks at a run and sends what is due:
+`python -m laststep.alert.looker FOLDER [once]`.
 
 Beside rank 0 it looks every LOOK_S, and a last time when it is asked to end. With `once` it looks once: beside the rank
 that has recorded an end, in the batch shell, and in a command that watches the run.
@@ -7,6 +8,10 @@ that has recorded an end, in the batch shell, and in a command that watches the 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,20 +21,72 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from laststep.alert import events
-from laststep.alert.post import SEND_S, post
+from laststep.alert import KINDS, events
+from laststep.alert.post import SEND_S, is_url, post
 from laststep.config import secret
 from laststep.config.config import Config
-from laststep.config.errors import ConfigError
+from laststep.config.errors import ConfigError, nearest
+from laststep.ranks.beside import Beside
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.metrics import newest_step, steps_from
 from laststep.rundir import RunDir
 from laststep.runs.run_status import records_of
 from laststep.say import say
 
+MODULE = "laststep.alert.looker"
 LOOK_S = 5.0
 CLOCKS_S = 60.0  # that the clocks of two hosts may differ
 BACK = events.WINDOW + events.STEPS  # steps to read again at a start: their range
+
+
+def programs(config: Any, run: RunDir) -> Iterator[Beside]:
+    """One beside rank 0, and one beside the rank that records an end, which may be another."""
+    if config.alert.to and run.secrets.exists():
+        yield Beside("alert", MODULE, "run", memory_gb=2.0)
+        yield Beside("alert", MODULE, "end", memory_gb=2.0)
+
+
+def check(config: Any, machine: Any) -> None:
+    """Raise ConfigError for an event or a target that cannot be."""
+    for kind in config.alert.when:
+        if kind not in KINDS:
+            raise ConfigError(f"alert.when={kind}: {nearest(kind, KINDS)}")
+    for target in config.alert.to:
+        if secret.is_mask(target):  # kept in the run's folder
+            continue
+        if is_url(target):
+            _check_url(target)
+        elif not (words := _words(target)) or shutil.which(words[0]) is None:
+            name = words[0] if words else target
+            raise ConfigError(f"alert.to: {name or 'an empty word'} is neither a URL nor a command on this machine")
+
+
+def _check_url(target: str) -> None:
+    try:
+        apprise = importlib.import_module("apprise")
+    except ImportError:
+        raise ConfigError(
+            f"alert.to={secret.masked(target)}: needs apprise, which {sys.executable} lacks: pip install apprise"
+        ) from None
+    logging.getLogger("apprise").setLevel(logging.CRITICAL)  # its words hold the secret
+    if not apprise.Apprise().add(target):
+        raise ConfigError(
+            f"alert.to={secret.masked(target)}: no URL that apprise can send to; it lists them at "
+            "https://appriseit.com/services"
+        )
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"alert.to: a command cannot be read: {error}") from None
+
+
+def outside(run: RunDir) -> None:
+    """Send what nobody has sent: all ranks may have been killed."""
+    if run.secrets.exists():
+        look_once(run.path)
 
 
 class Watch:
@@ -87,7 +144,7 @@ def look_once(folder: Path, wait_s: float = 2 * SEND_S) -> None:
     """Have a process of its own look at a run, and wait for it, for so long: for commands and the batch shell. Never
     raises."""
     package = str(Path(__file__).parent.parent.parent)
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from laststep.alert.watch import main; main(sys.argv[1:])"
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from laststep.alert.looker import main; main(sys.argv[1:])"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         process = subprocess.Popen(
             [sys.executable, "-c", code, package, str(folder), "once"],
