@@ -58,7 +58,8 @@ second.
 
 `checkpoint.every_minutes=auto` chooses the interval by Daly's formula, from what a save costs and how often the run
 fails. Calculated: the share of time lost to saves and repeated steps if each failure killed all ranks, and a node
-failed every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2 ranks).
+failed every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2
+ranks).
 
 {intervals}
 
