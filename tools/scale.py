@@ -71,8 +71,8 @@ over the default of {default:.0f} minutes.
 Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
 and what takes the rest; the largest term is bold. Each failure, as frequent as in Llama 3's training ([table
 5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs), kills one node, and another is there at once.
-`auto` decides when to save; a meeting takes four times as long for twice the ranks. A requeued job waits 121 s (Slurm's
-default) and finds an empty queue.
+`auto` decides when to save; a meeting takes as long as its store computes, four times as long for twice the ranks. A
+requeued job waits 121 s (Slurm's default) and finds an empty queue.
 
 {goodput}
 
@@ -84,7 +84,7 @@ GPUs if every failure were one.
 ## What grows with the ranks
 
 Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection; all
-share {cores} busy cores and a local disk. "The store" is the processor time of the single store.
+share {cores} busy cores and a local disk.
 
 {growth}
 
@@ -136,7 +136,7 @@ def page() -> str:
         files=f"{FILES_S:,}",
         mtbf=f"{NODE_MTBF_S / 86400:.0f}",
         save=save_s,
-        intervals=intervals([save_s, 60], [1, 16, NODES]),
+        intervals=intervals([save_s, 60], [1, NODES]),
         default=DEFAULT_S / 60,
         gain=100 * max(lost(save_s, nodes, DEFAULT_S) - lost(save_s, nodes) for nodes in range(1, NODES + 1)),
         goodput_state=GOODPUT_STATE,
@@ -221,7 +221,7 @@ def lost(save_s: float, nodes: int, interval_s: float | None = None) -> float:
 
 def growth(ranks: dict[str, dict[str, float]]) -> str:
     """Milliseconds by activity and number of ranks."""
-    names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT]
+    names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT and not name.endswith(": the store")]
     shown = {size: ranks[size] for size in SHOWN}
     rows = ([name, *(_three(1000 * taken[name]) for taken in shown.values())] for name in names)
     return table(["ranks", *(f"{int(size):,}" for size in shown)], rows)

@@ -171,18 +171,28 @@ rank dies, those of the others neither end nor fail (`tests/silent/silent_backen
 def page(lines: Sequence[str], rows: Sequence[Sequence[str]], silent: bool) -> str:
     """The section about random faults: what was done, and what each fault cost."""
     *costs, total = [(row[1] or row[0], row[2], *row[4:6]) for row in rows]
-    head = SILENT_HEAD if silent else HEAD
-    return "\n".join([head, *(f"* {line}" for line in lines), *_costs(costs, total, not silent), ""])
-
-
-def _costs(rows: Sequence[Sequence[str]], total: Sequence[str], names: bool = True) -> list[str]:
-    """In Markdown: how many faults cost no step, and with `names` which; a table of the others."""
-    harmless = [(does, int(count)) for does, count, lost, _ in rows if lost.startswith("0 ")]
+    if silent:
+        return "\n".join([SILENT_HEAD, *(f"* {line}" for line in lines), _most(total), ""])
+    harmless = [(does, int(count)) for does, count, lost, _ in costs if lost.startswith("0 ")]
     some = f"{sum(count for _, count in harmless)} faults, of {len(harmless)} kinds, cost no step"
-    some += f": {'; '.join(does for does, _ in harmless)}" if names else ""
     columns = (COLUMNS[0], COLUMNS[2], *COLUMNS[4:6])
-    table = (columns, ["---"] * len(columns), *(row for row in rows if not row[2].startswith("0 ")), total)
-    return [f"* {some}", "", *(f"| {' | '.join(row)} |" for row in table)]
+    table = (columns, ["---"] * len(columns), *(row for row in costs if not row[2].startswith("0 ")), total)
+    return "\n".join(
+        [
+            HEAD,
+            *(f"* {line}" for line in lines),
+            f"* {some}: {'; '.join(does for does, _ in harmless)}",
+            "",
+            *(f"| {' | '.join(row)} |" for row in table),
+            "",
+        ]
+    )
+
+
+def _most(total: Sequence[str]) -> str:
+    """The most that one fault cost, as a line of a section."""
+    *_, lost, longest = total
+    return f"* steps lost by one fault (allowed): at most {lost}; the longest time to the next step: {longest}"
 
 
 PROCESSES_HEAD = """\
@@ -203,21 +213,19 @@ and sets the clocks. A node that reboots loses its processes, and its slurmd rep
 
 def processes_page(hits: Sequence[Hit], kinds: Mapping[str, Fault], lines: Sequence[str], wrong: Sequence[str]) -> str:
     """The section about the worst day of processes."""
-    rows = []
-    for name, fault in kinds.items():
-        if found := [hit for hit in hits if hit.fault == name]:
-            _, does, count, _, lost, longest, _ = _row(name, fault.does, found)
-            rows.append((f"--local: {does}" if name.startswith("local-") else does, count, lost, longest))
+    met = {name: fault for name, fault in kinds.items() if any(hit.fault == name for hit in hits)}
+    struck = [f"--local: {fault.does}" if name.startswith("local-") else fault.does for name, fault in met.items()]
     total = _row("all", "", hits)
     violations = [f"{_place(hit)}: {what}" for hit in hits for what in hit.wrong] + list(wrong)
     return PROCESSES_HEAD + "\n".join(
         [
-            f"* {len(hits)} faults of {len(rows)} kinds; {len(violations)} violations",
+            f"* {len(hits)} faults of {len(met)} kinds; {len(violations)} violations",
+            f"* kinds: {'; '.join(struck)}",
             f"* what the runs were doing: {_moments(hits)}",
             f"* recovered: {total[3]}",
+            _most(total[4:6]),
             *(f"* {line}" for line in lines),
             *(f"* VIOLATION: {violation}" for violation in violations),
-            *_costs(rows, ("all", total[2], *total[4:6])),
             "",
             PROCESSES_FOOT,
         ]

@@ -492,23 +492,23 @@ class Result:
     def markdown(self) -> str:
         """A section of docs/reports.md."""
         hit = [one for one in self.outcomes if one.hit]
+        typed = Counter(one.came for one in hit)
         lines = [
             f"{sum(self.calls.values())} calls of {len({k for _, _, k in self.calls})} kinds traced in one run; "
             f"{len(hit)} faults in {self.runs} runs, seed {self.seed}; {len(self.violations)} violations",
             f"{counted(len(self.outcomes) - len(hit), 'planned fault')} not met: the call was not made in that run",
+            f"what the user typed: {', '.join(f'{one} {count}' for one, count in typed.most_common())}",
             *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]
-        rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "what the user typed", "longest phase")]
+        rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "longest phase")]
         rows += [self._row(HOW[how], [one for one in hit if one.target.how == how]) for how in HOW]
         text = [HEAD, *(f"* {line}" for line in lines), *(f"* VIOLATION: {what}" for what in self.violations), ""]
         return "\n".join([*text, *table(rows), "", FOOT])
 
     @staticmethod
     def _row(does: str, found: Sequence[Outcome]) -> tuple[str, ...]:
-        came = ", ".join(f"{one} {count}" for one, count in Counter(o.came for o in found).most_common()) or "-"
-        longest = f"{max((one.took_s for one in found), default=0.0):.0f} s"
-        return does, str(len(found)), came, longest
+        return does, str(len(found)), f"{max((one.took_s for one in found), default=0.0):.0f} s"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ ABOUT = """\
 
 `make chaos IO=1 N=300`, in some forty minutes: a short run of two ranks is traced, in which rank 1 dies, both start
 again in place, SIGTERM stops them, and `resume` continues to the end. So is a job of one rank that is killed, restarted
-by its batch shell, and requeued. Then one of the file operations fails in each run: with an error, once or for three
-seconds; after a stall; with an old listing, or a name that the client believes absent; with half a read or write; or
-done, and reported as failed. A command that has ended is typed again.
+by its batch shell, and requeued. Then one of the file operations fails in each run: with an error (EIO, ENOENT, ESTALE,
+ENOLCK, EROFS, ENOSPC, EDQUOT), once or for three seconds; after a stall; with an old listing, or a name that the client
+believes absent; with half a read or write; or done, and reported as failed. A command that has ended is typed again.
 """
 
 
@@ -49,17 +49,14 @@ class Report:
         """A section of docs/reports.md."""
         done = list(self.done.values())
         hit = [one for one in done if one["fired"]]
-        counts = Counter((one["outcome"], one["kind"]) for one in hit)
-        outcomes: defaultdict[str, list[str]] = defaultdict(list)
-        for (outcome, kind), count in sorted(counts.items()):
-            outcomes[outcome].append(f"{kind} ({count})")
+        outcomes = Counter(one["outcome"] for one in hit)
         lines = [
             ABOUT,
             f"* {self.operations:,} file operations traced, {self.calls:,} of them different by process, function and "
             f"path; {self.possible:,} runs possible",
             f"* {len(done):,} runs made, {len(hit):,} of them hit (the operation came again); "
             f"{len(self.violations)} violations",
-            *(f"* {outcome}: {'; '.join(kinds)}" for outcome, kinds in outcomes.items()),
+            f"* {'; '.join(f'{outcome} {count}' for outcome, count in outcomes.most_common())}",
             *(f"* VIOLATION: {what}" for what in self.violations),
         ]
         return "\n".join(lines) + "\n"
