@@ -206,8 +206,7 @@ PROCESSES_FOOT = """\
 At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the last one; then the
 steps since the last save may be lost. Under --local the run waits for its user after a stop, after the end of the
 command that started the ranks, and after a failure that is no node's fault, such as the death of a loader worker. A
-supervisor that is killed before the ranks have met ends that start after a minute. A preloaded library makes fork fail
-and sets the clocks. A node that reboots loses its processes, and its slurmd reports a boot.
+supervisor that is killed before the ranks have met ends that start after a minute.
 """
 
 
