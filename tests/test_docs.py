@@ -225,3 +225,15 @@ def test_a_report_replaces_its_own_section(tmp_path: Path) -> None:
     assert page.read_text() == "# Reports\n\nAbout.\n\n## One\n\nnew\n\n## Two\n\nkept\n\n## Three\n\nadded\n"
     with pytest.raises(ValueError, match="begins with its heading"):
         sections.put("# Reports\n", page)
+
+
+def test_each_report_has_a_command_that_writes_it() -> None:
+    """Under another heading, the command would add its section a second time, and the old figures would stay."""
+    written = "".join(
+        path.read_text() for folder in ("tests", "tools", "benchmarks") for path in (PROJECT / folder).rglob("*.py")
+    )
+    headings = re.findall(r"^## .+$", sections.REPORTS.read_text(), re.MULTILINE)
+    assert len(headings) >= 8
+    assert [
+        heading for heading in headings if not re.search(rf'^\s*"?{re.escape(heading)}(\\|"|$)', written, re.M)
+    ] == []

@@ -223,9 +223,8 @@ def _kind(one: Mapping[str, Any]) -> str:
     if one["kind"] != "operator":
         return str(one["kind"])
     where = one.get("where") or ""
-    return (
-        f"a bit, {'backward pass' if where.startswith('backward') else 'forward pass' if where else 'loss or update'}"
-    )
+    part = "the backward pass" if where.startswith("backward") else "the forward pass" if where else "loss or update"
+    return f"a bit in {part}"
 
 
 def main() -> None:
