@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from laststep.data.token_writer import prepare
-    from laststep.data.tokenizer import Bytes, FromFile
-    from laststep.data.tokens import TRAIN, VALIDATION
+    from laststep.data.tokens import TRAIN, VALIDATION, Bytes, FromFile
 
     if not 0 <= args.validation < 1:
         raise ConfigError(f"--validation {args.validation:g}: must be at least 0 and below 1")

@@ -30,7 +30,6 @@ from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.ranking import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
-from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
 from laststep.loops.engine import AttemptContext, Engine, Loop
@@ -424,8 +423,10 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             what = f"a {type(dataset).__name__}, without __len__ and __getitem__"
             raise ConfigError(f"task={config.task}: datasets(): the {SETS.get(name, f'set {name}')} is {what}")
-        if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
-            decoded.open_shared(group, name)
+        # Of ImageFiles, whose module takes a second to import.
+        cache: Any = getattr(dataset, "decoded", None)
+        if hasattr(cache, "open_shared"):
+            cache.open_shared(group, name)
     train, val = len(train_set), {name: len(dataset) for name, dataset in val_sets.items()}
     if not (train and all(val.values())):
         counts = ", ".join(f"{count} {'validation' if name == VAL else name}" for name, count in val.items())
