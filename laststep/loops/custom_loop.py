@@ -44,12 +44,13 @@ from laststep.data.order import (
 )
 from laststep.data.streams import StepStream, Streams
 from laststep.loops import loop_rules
+from laststep.loops.digest import FingerprintedState, difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
-from laststep.loops.foreign_start import start_from
 from laststep.loops.gradients import rehearse
+from laststep.loops.initial_weights import start_from
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
-from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, unwrapped
+from laststep.loops.registered import Registered, State, unwrapped
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
 from laststep.ranks.group import Group

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
-from laststep.checkpoint.shards import local_of, shard_count
+from laststep.checkpoint.shards import local_of
 from laststep.compat import compiler, kernels
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
 from laststep.data.order import Order, nth_seed, seed_generators, seed_of
-from laststep.loops.foreign_start import start_from
+from laststep.loops.digest import FingerprintedState
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
-from laststep.loops.registered import FingerprintedState
+from laststep.loops.initial_weights import Plan, load
 from laststep.loops.shares import shares_of
 from laststep.loops.snapshot import (
     DEVICE_S,
@@ -40,14 +39,12 @@ from laststep.loops.snapshot import (
     Ring,
     StepSnapshot,
     addresses,
-    bytes_of,
-    is_dense,
 )
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
-from laststep.ranks.world import Gathered, ShardPlace, shard_place, shard_rows
+from laststep.ranks.world import Gathered, ShardPlace, shard_place
 from laststep.say import say
 from laststep.task import Task
 
@@ -296,43 +293,12 @@ class Learner:
             has, lacks = ("the checkpoint", "the Task") if "task" in state else ("the Task", "the checkpoint")
             say(f"WARNING: task={self.config.task}: {has} has a state of the Task (state_dict), {lacks} has none")
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the model rank 0's `weights`, by the names of its state_dict; what they lack stays as initialised.
-
-        Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
-        collective.
-        """
-        if self.place.shards > 1:
-            self._take_rows(weights)
-        else:
-            self.model.load_state_dict(weights, strict=False)
-            state = [tensor for tensor in self.model.state_dict().values() if is_dense(tensor)]
-            self.group.broadcast([bytes_of(tensor) for tensor in state])
+    def start_from(self, plan: Plan) -> None:
+        """Begin with what rank 0 plans for "model" and "optimizer"; what that lacks stays as it is. A collective."""
+        load(plan, {"model": self.model}, {"optimizer": self.optimizer}, self.group)
         self.buffers.snapshot()
         if self.average is not None:
             self.average.module.load_state_dict(self.model.state_dict())
-
-    def start_from_foreign(self, source: str, record: Path, say: Callable[[str], None]) -> None:
-        """Begin with what another tool has saved. A collective. Raises ConfigError."""
-        start_from(source, {"model": self.model}, {"optimizer": self.optimizer}, self.group, record, say)
-        self.buffers.snapshot()
-        if self.average is not None:
-            self.average.module.load_state_dict(self.model.state_dict())
-
-    def _take_rows(self, weights: Mapping[str, Tensor]) -> None:
-        """Give each rank its rows of rank 0's weights, one tensor at a time. A collective."""
-        state, group, place = self.model.state_dict(), self.group, self.place
-        taken = torch.tensor([name in weights for name in state], dtype=torch.uint8, device=group.device)
-        group.broadcast([taken])
-        for (name, tensor), is_taken in zip(state.items(), taken.tolist()):
-            if is_taken:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
-                if name in weights:
-                    whole.copy_(weights[name])
-                group.broadcast([whole])
-                if shard_count(tensor):
-                    whole = whole[slice(*shard_rows(len(whole), place.shard, place.shards))]
-                local_of(tensor).copy_(whole)
 
     def _forward(self, model: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Any]) -> Any:
         """What `step`, the task's own or that of validation, returns for a batch."""
@@ -571,8 +537,7 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
 
 def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
     """The same; only rank 0 has memory for more than its shards, until the others have got theirs."""
-    from laststep.loops.initial_weights import build
-    from laststep.loops.sharded import shard  # takes a second to import
+    from laststep.loops.sharded import build, shard  # takes a second to import
 
     train, device, seed = config.train, group.device, seed_of("model", config.seed)
     model, values = build(task.model, lambda: seed_generators(seed, device), group.world.rank)
@@ -587,7 +552,7 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
             compiler.compile_in_place(block)
     shard(models, task, config, group, place)
     if values is not None:
-        values.fill(models, place, group)
+        values.fill(models, group)
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average

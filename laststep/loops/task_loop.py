@@ -32,12 +32,12 @@ from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
+from laststep.loops.digest import difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
-from laststep.loops.initial_weights import fit, read_initial_weights
+from laststep.loops.initial_weights import PATIENCE_S, Plan, fit, plan_for, read_initial_weights
 from laststep.loops.learner import VAL, LateUpdate, Learner
 from laststep.loops.measured import as_numbers, finite
 from laststep.loops.probe import Probe
-from laststep.loops.registered import difference_between_ranks
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order, schedule_keys
@@ -129,9 +129,9 @@ class TaskLoop(Loop):
         elif initial is not None:
             self.learner.start_from(initial)
         elif self.config.checkpoint.start_from is not None:
-            self.learner.start_from_foreign(
-                self.config.checkpoint.start_from, self.initial_weights, self.engine.progress.say
-            )
+            objects = {"model": self.learner.model}, {"optimizer": self.learner.optimizer}
+            source, record, say = self.config.checkpoint.start_from, self.initial_weights, self.engine.progress.say
+            self.learner.start_from(plan_for(source, *objects, self.group, record, say))
         self.engine.finish_restore()
         begins = "starting" if checkpoint is None else f"resuming after step {self.engine.position.step}"
         self.engine.progress.say(
@@ -170,16 +170,15 @@ class TaskLoop(Loop):
             position.reopen_epoch(begins_after=position.step - done)
             self.learner.task_state.reopen_epoch()
 
-    def _read_initial_weights(self) -> Mapping[str, Tensor]:
-        """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""
-        weights: Mapping[str, Tensor] = {}
+    def _read_initial_weights(self) -> Plan:
+        """What rank 0 reads as model.weights. The others wait without limit: it may download."""
+        plan = Plan()
         if self.rank == 0:
-            fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
-            weights = fitted.tensors
-            for line in lines:
+            plan = read_initial_weights(self.config, self.learner.model, self.initial_weights)
+            for line in plan.lines:
                 self.engine.progress.say(line)
-        self.group.barrier(timeout_s=24 * 3600)
-        return weights
+        self.group.barrier(PATIENCE_S)
+        return plan
 
     def train(self) -> bool:
         """Train to the end of the run, or to a stop."""
@@ -558,7 +557,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
         there, here = fitted.classes
         what = "tokens in the vocabulary" if config.task == "language" else "classes"
         raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
-    learner.start_from(fitted.tensors)
+    learner.start_from(Plan({"model": fitted.tensors}))
     if weights.task is not None and learner.task_state.exists:
         learner.task_state.load(weights.task)
     validation = Validation(config, datasets, loading, group)

@@ -26,7 +26,7 @@ from laststep.checkpoint import foreign
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
-from laststep.loops.foreign_start import start_from
+from laststep.loops.initial_weights import start_from
 from laststep.ranks.group import Group
 from tests.loops.foreign_loops import network
 from tests.support.commands import refusal
