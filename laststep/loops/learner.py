@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -67,9 +67,8 @@ class Learner:
         self.names: list[str] = []  # of the values that a training step measures, the loss first; known after warm_up
         # Of those that validation measures, by validation set, once a batch of it has been measured.
         self.measured: dict[str, list[str]] = {}
-        self.keeps_inputs = (
-            False  # whether an update can be done again: its gradients are kept until the device has done it
-        )
+        # Whether an update can be done again: its gradients are kept until the device has done it.
+        self.keeps_inputs = False
         self._ring = ring
 
         seed_generators(seed_of("model", config.seed), self.device)
@@ -93,16 +92,16 @@ class Learner:
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
-    def learn(self, step: int, micro_batches: Collection[tuple[Any, int]], samples: int) -> None:
-        """Forward and backward passes of one step, on pairs of a batch and how many of its samples count; `samples` is
-        their sum over all ranks. Each of this rank's shares has as many micro-batches.
+    def learn(self, step: int, batches: Iterable[Any], counts: Sequence[int], samples: int) -> None:
+        """Forward and backward passes of one step, on `batches`, of each of which `counts` says how many samples count;
+        `samples` is the sum over all ranks. Each of this rank's shares has as many of the batches.
 
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
-        in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
+        micro_batches, per_share = zip(batches, counts), len(counts) // len(self.shares)
         waits_in_forward, share_sum = self.gradients.waits_in_forward, self.gradients.share_sum
         for share, seed in enumerate(self._seeds):
-            of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
+            of_share = list(islice(micro_batches, per_share))  # first, as loading may draw random numbers
             seed_generators(nth_seed(seed, step), self.device)
             if share == 0:
                 self._rates_now = self.rates.at(step)
@@ -336,7 +335,7 @@ class LearnerSnapshot:
         self._buffers = learner.buffers.committed
         self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
-        self._inputs = _Inputs(learner) if learner.keeps_inputs else None
+        self._put_back_inputs = _hold_inputs(learner) if learner.keeps_inputs else None
         self._task = learner.task_state.committed
 
     @property
@@ -351,34 +350,31 @@ class LearnerSnapshot:
     def put_back(self) -> bool:
         """Give the host back what it held right before an update, so that `update` can do it once more. False if it
         cannot: then nothing has changed."""
-        if self._inputs is None or self._buffers.elsewhere:  # which the host has changed
+        if self._put_back_inputs is None or self._buffers.elsewhere:  # which the host has changed
             return False
         if not self._optimizer.can_put_back() or not self.unchanged():
             return False
         self._optimizer.put_back()
         self._learner.buffers.committed = self._buffers
         self._learner.task_state.committed = self._task
-        self._inputs.put_back()
+        self._put_back_inputs()
         return True
 
 
-class _Inputs:
-    """What the update of a step needs besides the state, as the host has it right before."""
+def _hold_inputs(learner: Learner) -> Callable[[], None]:
+    """Keep what the update of a step needs besides the state, as the host has it right before. Returns what puts it
+    back."""
+    rates, received, captured = learner._rates_now, learner.buffers.received, learner.task_state.captured
+    average_is_empty = learner.average is not None and learner.average.is_empty
+    put_back_gradients = learner.gradients.hold()
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._rates, self._received = learner._rates_now, learner.buffers.received
-        self._captured = learner.task_state.captured
-        self._average_is_empty = learner.average is not None and learner.average.is_empty
-        self._put_back_gradients = learner.gradients.hold()
-
-    def put_back(self) -> None:
-        learner = self._learner
-        learner._rates_now, learner.buffers.received = self._rates, self._received
-        learner.task_state.captured = self._captured
+    def put_back() -> None:
+        learner._rates_now, learner.buffers.received, learner.task_state.captured = rates, received, captured
         if learner.average is not None:
-            learner.average.is_empty = self._average_is_empty
-        self._put_back_gradients()
+            learner.average.is_empty = average_is_empty
+        put_back_gradients()
+
+    return put_back
 
 
 class TaskState:
@@ -388,17 +384,13 @@ class TaskState:
     def __init__(self, task: Task, name: str, place: ShardPlace) -> None:
         """`name` is the task's, for messages. Raises ConfigError for a state that a checkpoint cannot hold."""
         self._task, self._name = task, name
-        saves, loads = (
-            type(task).state_dict is not Task.state_dict,
-            type(task).load_state_dict is not Task.load_state_dict,
-        )
-        if saves != loads:
+        saves = type(task).state_dict is not Task.state_dict
+        if saves != (type(task).load_state_dict is not Task.load_state_dict):
             there, missing = ("", "load_") if saves else ("load_", "")
             raise ConfigError(f"task={name}: defines {there}state_dict() without {missing}state_dict(); define both")
         self.exists = saves
-        self.committed: Any = (
-            None  # in a checkpoint: the state `now`, and before the end of an epoch that has been `cut`
-        )
+        # In a checkpoint: the state `now`, and before the end of an epoch that has been `cut`.
+        self.committed: Any = None
         self.captured: Any = None
         if not saves:
             return

@@ -69,7 +69,9 @@ class Sharded(Gradients):
         self._exact: ExactSquare | None = None
         self.share_sum: AddsShares = ShareSum([], 1)
         if self._in_shares:
-            self.share_sum = sharded_share_sum(model, config, group, place)
+            rounds, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
+            replicas = replica_group(place) if place.replicas > 1 else None
+            self.share_sum = ShardedShareSum(model, rounds, team, replicas)
             if self._clip_norm is not None:
                 self._exact = ExactSquare(sum(map(len, self._parameters)), group.device)
 
@@ -224,15 +226,6 @@ UNEQUAL = (
 )
 
 
-def sharded_share_sum(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> ShardedShareSum:
-    """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
-    rounds, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
-    replicas = None
-    if place.replicas > 1:
-        replicas = replica_group(place)
-    return ShardedShareSum(model, rounds, team, replicas)
-
-
 class ShardedShareSum:
     """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
     counterpart of `ShareSum` under FSDP2.
@@ -294,9 +287,7 @@ class BlockSum:
     def __init__(self, team: int) -> None:
         self._team = team
         self._round, self._ends = 0, True
-        self._calls = (
-            0  # in this round: a block that is used twice may reduce some of its gradients earlier than others
-        )
+        self._calls = 0  # in this round: a block that is used twice may reduce some gradients earlier than others
         self._levels: dict[tuple[int, int], Tensor] = {}  # by call and level, as in PartialSums
 
     def begin(self, number: int, ends: bool) -> None:

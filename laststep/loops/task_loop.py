@@ -11,7 +11,7 @@ import collections
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -208,23 +208,25 @@ class TaskLoop(Loop):
         if self.engine.probe is not None:
             batches = self._probed(self.engine.probe, step, batches)
         self.engine.ring.begin_work()
-        began = time.perf_counter()
-        counts = self._keys.counts(step)
-        micro_batches: Collection[tuple[Any, int]]
-        if len(self.learner.shares) == 1:
-            with signpost.doing("waiting for data"):
-                micro_batches = [(next(batches), count) for count in counts]
-            self.engine.progress.add_data_wait(time.perf_counter() - began)
-        else:
-            micro_batches = _LoadedWhenDue(batches, counts, self.engine.progress.add_data_wait)
-        samples = self.order.count(step)
+        counts, samples = self._keys.counts(step), self.order.count(step)
+        loaded = self._loaded(batches, len(counts))
         if left_out := self._is_left_out(step):
-            collections.deque(micro_batches, maxlen=0)
+            collections.deque(loaded, maxlen=0)
         else:
-            self.learner.learn(step, micro_batches, self._keys.samples(step))
+            self.learner.learn(step, loaded, counts, self._keys.samples(step))
         self.engine.begin_update()
         self.engine.end_update({} if left_out else self.learner.update(), samples)
         self.engine.step_done(samples, self._validation_due())
+
+    def _loaded(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """The next `count` batches, each loaded when its turn comes: a device does not hold those of all shares at
+        once."""
+        for _ in range(count):
+            began = time.perf_counter()
+            with signpost.doing("waiting for data"):
+                batch = next(batches)
+            self.engine.progress.add_data_wait(time.perf_counter() - began)
+            yield batch
 
     def _is_left_out(self, step: int) -> bool:
         """Whether `step` (from 0) changes nothing: train.skip_steps has it, or train.skip_samples all of its batch."""
@@ -367,28 +369,6 @@ class TaskLoop(Loop):
         if begins and self.engine.probe is not None:
             self.engine.probe.begin_validation_batch(self.engine.position.step)
         return begins
-
-
-class _LoadedWhenDue(Collection[tuple[Any, int]]):
-    """The micro-batches of a step, each loaded when its turn comes: a device does not hold those of all shares at once.
-    To be iterated over once."""
-
-    def __init__(self, batches: Iterator[Any], counts: Sequence[int], add_wait: Callable[[float], None]) -> None:
-        self._batches, self._counts, self._add_wait = batches, counts, add_wait
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __contains__(self, _: object) -> bool:
-        return False
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for count in self._counts:
-            began = time.perf_counter()
-            with signpost.doing("waiting for data"):
-                batch = next(self._batches)
-            self._add_wait(time.perf_counter() - began)
-            yield batch, count
 
 
 @dataclass(frozen=True)

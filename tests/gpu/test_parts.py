@@ -48,7 +48,7 @@ def train(learning: Learner, samples: int) -> list[float]:
     learning.warm_up(batch)
     losses = []
     for step in range(4):
-        learning.learn(step, [(batch, len(IMAGES))], samples)
+        learning.learn(step, [batch], [len(IMAGES)], samples)
         losses.append(learning.update()["loss"].item())
     return losses
 
