@@ -353,26 +353,34 @@ class StreamRecord:
         return cls(**{**plain, "marks": marks})
 
 
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a function has asked run.stream(...) for."""
+
+    source: Any
+    batch_size: int | None
+    shuffle: int
+    collate: Callable[[list[Any]], Any] | None
+    workers: int
+    pin_memory: bool = True
+
+
 class StepStream:
     """This rank's batches of a stream for a custom training loop: one per step, or one for each of its shares."""
 
     def __init__(
         self,
-        source: Any,
-        batch_size: int | None,
-        shuffle: int,
-        collate: Callable[[list[Any]], Any] | None,
-        workers: int,
+        asked: StreamOptions,
         seed: int,
         device: torch.device,
         place: tuple[int, int],
         shares: int | None,
         record: StreamRecord | None,
-        pin_memory: bool = True,
     ) -> None:
         """`place` is the rank and the number of ranks, `shares` is train.shares, `record` what the checkpoint holds.
         Raises ConfigError."""
         rank, size = place
+        source, batch_size, shuffle, workers = asked.source, asked.batch_size, asked.shuffle, asked.workers
         if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
             raise ConfigError(
                 f"run.stream(...): a {type(source).__name__} can be iterated only once; give the function that makes "
@@ -401,13 +409,13 @@ class StepStream:
             )
         self.record = (record or fresh).snapshot()
         here = total // size
-        self._total, self._here, self._device, self._pin = total, here, device, pin_memory
+        self._total, self._here, self._device, self._pin = total, here, device, asked.pin_memory
         self._merges = shares is None and here > 1
         if self._merges and batch_size is None:
             raise ConfigError(f"run.stream(...): its batches are made for {total} ranks; resume on {total} ranks")
         size_of_one = None if batch_size is None else batch_size // total
         self._spec = Spec(source, self.record.parts, size_of_one, shuffle, seed)
-        self._collate: Callable[..., Any] = collate or default_collate if batch_size is not None else _only
+        self._collate: Callable[..., Any] = asked.collate or default_collate if batch_size is not None else _only
         self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
         self._workers = 0 if workers == 0 else self._workers
@@ -604,17 +612,7 @@ class Streams:
         self._streams: dict[str, StepStream] = {}
         self._exchanged = 0  # how often
 
-    def make(
-        self,
-        name: str,
-        saved: Mapping[str, Any],
-        source: Any,
-        batch_size: int | None,
-        shuffle: int,
-        collate: Callable[[list[Any]], Any] | None,
-        workers: int,
-        pin_memory: bool,
-    ) -> StepStream:
+    def make(self, name: str, saved: Mapping[str, Any], asked: StreamOptions) -> StepStream:
         """The stream of this name. One that was made before continues where it was; else `saved` has what the
         position says of the run's streams. Raises ConfigError."""
         record = None
@@ -627,19 +625,8 @@ class Streams:
             found = saved[name]
             record = found.snapshot() if isinstance(found, StreamRecord) else StreamRecord.of(found)
         world = self._group.world
-        self._streams[name] = made = StepStream(
-            source,
-            batch_size,
-            shuffle,
-            collate,
-            workers,
-            seed_of("stream", name, self._seed),
-            self._group.device,
-            (world.rank, world.size),
-            self._shares,
-            record,
-            pin_memory,
-        )
+        place, seed = (world.rank, world.size), seed_of("stream", name, self._seed)
+        self._streams[name] = made = StepStream(asked, seed, self._group.device, place, self._shares, record)
         return made
 
     def snapshot(self, before: dict[str, Any]) -> dict[str, Any]:

@@ -420,10 +420,8 @@ class Engine:
         step = self._position.step
         if copies.is_due(step):
             with self.ring.waiting():
-                state, measured = (
-                    {"position": asdict(self._position), **self.loop.state()},
-                    self.readback.read_now(step),
-                )
+                state = {"position": asdict(self._position), **self.loop.state()}
+                measured = self.readback.read_now(step)
             copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
             copies.pace(step)
         if copies.is_due(step + 1):
@@ -588,11 +586,11 @@ class Engine:
 
     def _held_copies(self, copies: Copies) -> list[SavableCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
-        own = copies.own() if self.restored else []
-        kept = copies.kept() if self.restored else []
+        if not self.restored:
+            return []
         return [
-            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in own),
-            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in copies.own()),
+            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in copies.kept()),
         ]
 
     def _lock_records(self, timeout_s: float) -> bool:

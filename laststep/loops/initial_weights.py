@@ -24,7 +24,7 @@ from laststep.checkpoint.shards import is_distributed, local_of, new_like, shard
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.snapshot import bytes_of
-from laststep.optim.build import kept_by, load_optimizer
+from laststep.optim.build import kept_by, load_optimizer, parameters_of
 from laststep.ranks.group import Group
 from laststep.ranks.world import shard_rows
 from laststep.say import counted
@@ -70,7 +70,7 @@ def load(plan: Plan, modules: Mapping[str, nn.Module], optimizers: Mapping[str, 
             fill(targets[key], _received(own.get(key), what, group), group)
     for name, state in states.items():
         optimizer = optimizers[name]
-        parameters, of_name = _parameters(optimizer), plan.optimizers.get(name, {})
+        parameters, of_name = parameters_of(optimizer), plan.optimizers.get(name, {})
         filled: dict[int, dict[str, Any]] = {}
         for number, kept in ((int(number), kept) for number, kept in state.items()):
             mine = of_name.get(number, {})
@@ -250,7 +250,7 @@ def _fit_foreign(
             continue
         taken.add(key)
         state, why = _state(optimizer, found.optimizers[key], by_id, rename_any)
-        of = len(_parameters(optimizer))
+        of = len(parameters_of(optimizer))
         if state:
             plan.optimizers[name] = state
             plan.lines.append(f"{name}: the state of {len(state)} of {counted(of, 'parameter')}, {why}")
@@ -311,7 +311,7 @@ def _state(
     rename: Callable[[str], str],
 ) -> tuple[dict[int, dict[str, Any]], str]:
     """The state by the numbers of this optimiser's parameters, and how it was matched or why there is none."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     if found.by_name:
         there = {rename(name): kept for name, kept in found.by_name.items()}
         own = {number: plain_name(names[id(p)]) for number, p in enumerate(parameters) if id(p) in names}
@@ -377,10 +377,6 @@ def _state_of(parameter: Tensor, own: Any, what: Any, group: Group) -> Any:
     like = new_like(parameter, whole.dtype)
     fill(like, whole, group)
     return like
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _few(names: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader, StepNumbers, is_ours
 from laststep.data.streams import StepStream
 from laststep.loops.registered import Registered
+from laststep.optim.build import parameters_of
 from laststep.say import command
 
 NEEDED = (
@@ -291,7 +292,7 @@ class Unregistered:
         if isinstance(each, Optimizer):
             if not compat.takes_hooks(each):  # a wrapper; what is in it was found as well
                 return False
-            updates = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+            updates = {id(parameter) for parameter in parameters_of(each)}
             has_state = any(value is not None for state in each.state.values() for value in state.values())
             return has_state and not updates <= self._updated
         return not isinstance(each, GradScaler) or each.is_enabled()

@@ -27,7 +27,7 @@ from laststep.config.errors import ConfigError
 from laststep.loops.digest import BaseWeights, digest, leaves_of
 from laststep.loops.kinds import Unstorable, changes_in_place, decode, encode
 from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
-from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
+from laststep.optim.build import check_order, load_optimizer, loads_in_place, parameters_of, sort_parameters
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 
@@ -95,7 +95,7 @@ class Registered:
             name
             for name, registered in self.objects.items()
             if isinstance(registered, Optimizer)
-            and any(p.requires_grad and id(p) not in averaged for p in _parameters(registered))
+            and any(p.requires_grad and id(p) not in averaged for p in parameters_of(registered))
         ]
 
     def sync_buffers(self) -> None:
@@ -148,7 +148,7 @@ class Registered:
 
     def parameters(self) -> list[Tensor]:
         """What the optimizers update."""
-        return [parameter for each in self.optimizers for parameter in _parameters(each)]
+        return [parameter for each in self.optimizers for parameter in parameters_of(each)]
 
     def has_skipped(self) -> bool:
         """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
@@ -487,7 +487,7 @@ def check_sharded(name: str, registered: Any) -> None:
     """Raise ConfigError for a registered object that is sharded in a way of its own."""
     if isinstance(registered, nn.Module) and any(type(part).__name__ == FSDP_1 for part in registered.modules()):
         raise ConfigError(f"run.restore({name}=...): {FSDP_1} is not supported; shard the model by fully_shard (FSDP2)")
-    if not isinstance(registered, Optimizer) or not any(map(is_distributed, _parameters(registered))):
+    if not isinstance(registered, Optimizer) or not any(map(is_distributed, parameters_of(registered))):
         return
     kind = type(registered)
     if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
@@ -506,13 +506,8 @@ def live_state(optimizer: Optimizer) -> dict[str, Any]:
     """An optimiser's state_dict, for a checkpoint to be loaded into. It makes most of its state in its first step;
     until then there is a `Like` for each sharded parameter."""
     state = optimizer.state_dict()
-    likes = {n: Like(each) for n, each in enumerate(_parameters(optimizer)) if shard_count(each)}
+    likes = {n: Like(each) for n, each in enumerate(parameters_of(optimizer)) if shard_count(each)}
     return {**state, "state": {**likes, **state["state"]}} if likes else state
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    groups = getattr(optimizer, "param_groups", [])  # a wrapper that is refused later may have none
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _given(name: str) -> str:
