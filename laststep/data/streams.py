@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 
 from laststep import compat
 from laststep.config.errors import ConfigError, first_line
-from laststep.data.loader import DeviceLoader, end_workers, note_ours, set_up_workers
+from laststep.data.loader import DeviceLoader, end_workers, item_loader, note_ours, set_up_workers
 from laststep.data.order import preserved_generators, seed_generators, seed_of
 from laststep.ranks.group import Group
-from laststep.ranks.process import held_back, set_up_worker
+from laststep.ranks.process import held_back
 from laststep.say import say
 
 EXCHANGE_STEPS = 50
@@ -479,16 +479,8 @@ class StepStream:
         collate = None if self._merges else self._collate
         parts = _Parts(self._spec, self._order, list(self.record.marks), collate)
         note_ours(parts)
-        loader = DataLoader(
-            parts,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=self._workers,
-            pin_memory=self._pin and self._device.type == "cuda" and not self._merges,
-            worker_init_fn=set_up_worker,
-            generator=torch.Generator().manual_seed(0),
-            multiprocessing_context="fork" if self._workers else None,
-        )
+        pin_memory = self._pin and self._device.type == "cuda" and not self._merges
+        loader = item_loader(parts, None, self._workers, pin_memory, torch.Generator().manual_seed(0))
         with held_back():
             self._loaded = iter(loader)
         while True:
@@ -501,10 +493,6 @@ class StepStream:
             if self._merges:
                 batch = self._collate([sample for samples, _, _ in found for sample in samples])
             yield batch, marks
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def _only(samples: list[Any]) -> Any:

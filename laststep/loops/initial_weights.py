@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from laststep.checkpoint.export import plain_name, read_source, weights_sha256
 from laststep.checkpoint.foreign import Foreign, OptimizerState, read
-from laststep.checkpoint.shards import is_distributed, local_of, new_like, shard_count
+from laststep.checkpoint.shards import is_distributed, local_of, shard_count, sharded_like
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.loops.snapshot import bytes_of
@@ -155,7 +155,9 @@ def fit(wanted: Mapping[str, Any], found: Mapping[str, Tensor], source: str) -> 
         given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
     _check_names(names, given, source)
     for name in names.keys() & given.keys():
-        _check_kind(name, wanted[names[name]], given[name], source)
+        if not _converts(given[name], wanted[names[name]]):
+            kinds = f"{_kind(given[name])} there, {_kind(wanted[names[name]])} in this model"
+            raise ConfigError(f"{source}: {name} is {kinds}; convert it")
     shared = {name: (tuple(given[name].shape), tuple(wanted[names[name]].shape)) for name in names if name in given}
     differing = {name: shapes for name, shapes in shared.items() if shapes[0] != shapes[1]}
     classes = {_classes(*shapes) for shapes in differing.values()}
@@ -174,12 +176,6 @@ def _check_names(wanted: Mapping[str, Any], given: Mapping[str, Any], source: st
         raise ConfigError(f"{source}: weights of another model: this model's {_are(missing)} not among them")
     if unknown := [name for name in given if name not in wanted]:
         raise ConfigError(f"{source}: weights of another model: {_are(unknown)} not in this model")
-
-
-def _check_kind(name: str, wanted: Tensor, given: Tensor, source: str) -> None:
-    """Raise ConfigError for a tensor that torch would convert with loss."""
-    if not _converts(given, wanted):
-        raise ConfigError(f"{source}: {name} is {_kind(given)} there, {_kind(wanted)} in this model; convert it")
 
 
 def _kind(tensor: Tensor) -> str:
@@ -360,9 +356,13 @@ def _received(own: Tensor | None, what: Any, group: Group) -> Any:
 
 def fill(target: Tensor, whole: Tensor, group: Group) -> None:
     """Copy a full tensor into one that this rank may hold only rows of."""
+    local_of(target).copy_(_rows_of(target, whole, group))
+
+
+def _rows_of(target: Tensor, whole: Tensor, group: Group) -> Tensor:
     if shards := shard_count(target):
-        whole = whole[slice(*shard_rows(len(whole), group.world.rank % shards, shards))]
-    local_of(target).copy_(whole)
+        return whole[slice(*shard_rows(len(whole), group.world.rank % shards, shards))]
+    return whole
 
 
 def _state_of(parameter: Tensor, own: Any, what: Any, group: Group) -> Any:
@@ -374,9 +374,7 @@ def _state_of(parameter: Tensor, own: Any, what: Any, group: Group) -> Any:
         return whole.cpu()  # where it belongs is for the optimiser to say
     if not is_distributed(parameter) or whole.shape != parameter.shape:
         return whole
-    like = new_like(parameter, whole.dtype)
-    fill(like, whole, group)
-    return like
+    return sharded_like(parameter, _rows_of(parameter, whole, group).clone())
 
 
 def _few(names: Iterable[str]) -> str:

@@ -62,7 +62,10 @@ class Registered:
         states = {name: _checked_state(name, registered) for name, registered in objects.items()}
         self.place = place_of(states, group)  # which shard of the state this rank holds
         for name, state in states.items():
-            _check_stored(name, state, self.place)
+            try:
+                serialized_structure(Packed(state, self.place).structure)
+            except Exception as error:  # pickle and torch.load raise many kinds
+                raise _unstored(name, error) from error
         if not self.optimizers and not opaque:
             raise ConfigError(
                 "run.restore(): register the optimizer too, as in restore(model=..., optimizer=...); of a wrapper with "
@@ -193,7 +196,9 @@ class Registered:
                 if isinstance(registered, nn.Module):
                     self._load(unwrapped(registered), state[name])
                 elif isinstance(registered, Optimizer):
-                    load_optimizer(registered, _decoded_groups(state[name]))
+                    saved = state[name]
+                    groups = {"param_groups": decode(saved["param_groups"])} if "param_groups" in saved else {}
+                    load_optimizer(registered, {**saved, **groups})
                 elif isinstance(registered, Own):
                     registered.load(state[name])
                 else:
@@ -394,10 +399,6 @@ def _encoded_groups(state: dict[str, Any], name: str) -> dict[str, Any]:
     return state if groups is None else {**state, "param_groups": encode(groups, f"{name}.param_groups")}
 
 
-def _decoded_groups(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "param_groups": decode(state["param_groups"])} if "param_groups" in state else state
-
-
 def _checked_state(name: str, registered: Any) -> Any:
     """The object's state. Raises ConfigError for an object that has none, or none that a checkpoint can hold."""
     if name == "position":
@@ -419,14 +420,6 @@ def _check_changes(call: str, name: str, registered: Any) -> None:
             f"run.{call}({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
             "and is no dict: keep it in a dict, and register that"
         )
-
-
-def _check_stored(name: str, state: Any, place: ShardPlace) -> None:
-    """Raise ConfigError for a state that a checkpoint cannot hold."""
-    try:
-        serialized_structure(Packed(state, place).structure)
-    except Exception as error:  # pickle and torch.load raise many kinds
-        raise _unstored(name, error) from error
 
 
 def _unstored(name: str, error: Exception) -> ConfigError:

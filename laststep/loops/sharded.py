@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from laststep import compat
-from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
+from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count, sharded_like
 from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
@@ -458,7 +457,7 @@ class Rows:
             if isinstance(value, Tensor) and value.dim() and value.shape == rows.shape:
                 known = self._wrapped.get((number, name))
                 if known is None or known[0] is not value:
-                    known = self._wrapped[number, name] = value, _sharded_like(whole, self._rows_in(value, whole))
+                    known = self._wrapped[number, name] = value, sharded_like(whole, self._rows_in(value, whole))
                 marked[name] = known[1]
         return marked
 
@@ -496,12 +495,6 @@ def filled_in_place(rows: Tensor) -> Tensor:
 
 def _filled_length(rows: Tensor) -> int:
     return -(-rows.nbytes // WHOLE_VECTORS) * WHOLE_VECTORS // rows.itemsize
-
-
-def _sharded_like(whole: nn.Parameter, rows: Tensor) -> Tensor:
-    assert isinstance(whole, DTensor)
-    mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
-    return DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check(optimizer: Optimizer, task: str) -> None:
