@@ -47,7 +47,7 @@ from laststep.loops import loop_rules
 from laststep.loops.digest import FingerprintedState, difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
-from laststep.loops.initial_weights import start_from
+from laststep.loops.initial_weights import load, plan_for
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import Registered, State, unwrapped
@@ -508,12 +508,12 @@ class CustomLoop(Loop):
             number, total = self.micro_batch + 1, self.last_micro_batch + 1
             raise self._misuse(loop_rules.UPDATE_WITHIN.format(number, total, self._drawn.each))
         self.shares.check_complete()
-        if self.phase not in IN_UPDATE:
+        if begins := self.phase not in IN_UPDATE:
             self._logged.average_micro_batches()
-        if self.phase not in IN_UPDATE and registered.optimizers:
-            self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
+            if registered.optimizers:
+                self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
-        if self.phase not in IN_UPDATE:
+        if begins:
             registered.exchange_own()  # likewise
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
@@ -651,8 +651,8 @@ class CustomLoop(Loop):
         objects = registered.objects.items()
         modules = {name: unwrapped(each) for name, each in objects if isinstance(each, nn.Module)}
         optimizers = {name: each for name, each in objects if isinstance(each, Optimizer)}
-        say = self.engine.progress.say
-        start_from(source, modules, optimizers, self.group, self.run_dir.initial_weights, say)
+        record, say = self.run_dir.initial_weights, self.engine.progress.say
+        load(plan_for(source, modules, optimizers, self.group, record, say), modules, optimizers, self.group)
         registered.snapshot()
 
     def _hold_shard(self, place: ShardPlace) -> None:

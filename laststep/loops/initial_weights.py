@@ -80,19 +80,6 @@ def load(plan: Plan, modules: Mapping[str, nn.Module], optimizers: Mapping[str, 
         load_optimizer(optimizer, {**optimizer.state_dict(), "state": filled})
 
 
-def start_from(
-    given: str,
-    modules: Mapping[str, nn.Module],
-    optimizers: Mapping[str, Optimizer],
-    group: Group,
-    record: Path,
-    say: Callable[[str], None],
-) -> None:
-    """Load what is at the path `given` into these objects, by names, and say what does not fit. A collective. Raises
-    ConfigError when nothing fits, or it cannot be read."""
-    load(plan_for(given, modules, optimizers, group, record, say), modules, optimizers, group)
-
-
 def plan_for(
     given: str,
     modules: Mapping[str, nn.Module],
@@ -101,7 +88,8 @@ def plan_for(
     record: Path,
     say: Callable[[str], None],
 ) -> Plan:
-    """On rank 0, what these objects take of what is at the path `given`; says what does not fit. Raises ConfigError."""
+    """On rank 0, what these objects take, by names, of what is at the path `given`; says what does not fit. Raises
+    ConfigError when nothing fits, or it cannot be read."""
     if group.world.rank:
         return Plan()
     found = read(Path(given))
