@@ -47,7 +47,7 @@ from laststep.loops import loop_rules
 from laststep.loops.digest import FingerprintedState, difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
 from laststep.loops.gradients import rehearse
-from laststep.loops.initial_weights import load, plan_for
+from laststep.loops.initial_weights import apply_plan, plan_for
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import Registered, State, unwrapped
@@ -652,7 +652,7 @@ class CustomLoop(Loop):
         modules = {name: unwrapped(each) for name, each in objects if isinstance(each, nn.Module)}
         optimizers = {name: each for name, each in objects if isinstance(each, Optimizer)}
         record, say = self.run_dir.initial_weights, self.engine.progress.say
-        load(plan_for(source, modules, optimizers, self.group, record, say), modules, optimizers, self.group)
+        apply_plan(plan_for(source, modules, optimizers, self.group, record, say), modules, optimizers, self.group)
         registered.snapshot()
 
     def _hold_shard(self, place: ShardPlace) -> None:

@@ -1,8 +1,8 @@
 """What a run starts from: weights of a file or a name (model.weights), or what another tool has saved, with the state
 of its optimisers (checkpoint.start_from). A resumed run has its own state, and reads no other.
 
-Rank 0 alone reads them and decides what fits (`Plan`); the others get its tensors, one at a time (`load`). So a file
-that changes meanwhile cannot make ranks differ.
+Rank 0 alone reads them and decides what fits (`Plan`); the others get its tensors, one at a time (`apply_plan`). So a
+file that changes meanwhile cannot make ranks differ.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
         return json.dumps([weights, states])
 
 
-def load(plan: Plan, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], group: Group) -> None:
+def apply_plan(plan: Plan, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], group: Group) -> None:
     """Give these objects what rank 0's plan says; what it lacks stays as it is. The others' plans do not count. A
     collective."""
     group.barrier(PATIENCE_S)

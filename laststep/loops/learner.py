@@ -27,7 +27,7 @@ from laststep.data.loader import for_each_tensor
 from laststep.data.order import Order, nth_seed, seed_generators, seed_of
 from laststep.loops.digest import FingerprintedState
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
-from laststep.loops.initial_weights import Plan, load
+from laststep.loops.initial_weights import Plan, apply_plan
 from laststep.loops.shares import shares_of
 from laststep.loops.snapshot import (
     DEVICE_S,
@@ -294,7 +294,7 @@ class Learner:
 
     def start_from(self, plan: Plan) -> None:
         """Begin with what rank 0 plans for "model" and "optimizer"; what that lacks stays as it is. A collective."""
-        load(plan, {"model": self.model}, {"optimizer": self.optimizer}, self.group)
+        apply_plan(plan, {"model": self.model}, {"optimizer": self.optimizer}, self.group)
         self.buffers.snapshot()
         if self.average is not None:
             self.average.module.load_state_dict(self.model.state_dict())

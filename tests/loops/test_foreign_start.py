@@ -26,7 +26,7 @@ from laststep.checkpoint import foreign
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
-from laststep.loops.initial_weights import load, plan_for
+from laststep.loops.initial_weights import apply_plan, plan_for
 from laststep.ranks.group import Group
 from tests.loops.foreign_loops import network
 from tests.support.commands import refusal
@@ -110,7 +110,7 @@ def begin(path: Path, modules: dict[str, nn.Module], optimizers: dict[str, Optim
     said: list[str] = []
     group = Group(a_world(), dist.HashStore(), torch.device("cpu"))
     plan = plan_for(str(path), modules, optimizers, group, path.with_name("initial_weights.json"), said.append)
-    load(plan, modules, optimizers, group)
+    apply_plan(plan, modules, optimizers, group)
     return said
 
 
