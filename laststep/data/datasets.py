@@ -19,6 +19,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,16 +103,16 @@ def _open(data: Data, size: int, train: bool) -> tuple[Dataset[Any], Sequence[An
     return images, opened.classes
 
 
+@dataclass(eq=False)
 class FakeImages(Dataset[Any]):
     """The images of torchvision's FakeData in a fraction of the time: it calls torch.manual_seed for each, which visits
     every backend."""
 
-    def __init__(self, samples: int, size: int, classes: int, offset: int, augmentation: Augmentation | None) -> None:
-        self.samples = samples
-        self.size = size
-        self.classes = classes
-        self.offset = offset
-        self.augmentation = augmentation
+    samples: int
+    size: int
+    classes: int
+    offset: int
+    augmentation: Augmentation | None
 
     def __len__(self) -> int:
         return self.samples

@@ -152,16 +152,16 @@ def for_each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
+@dataclass(eq=False)
 class _BatchDataset(Dataset[Any]):
     """A data set whose items are whole batches, by key. Each sample's random draws depend only on (seed, epoch, index).
 
     So it does not matter which worker loads a sample, how many workers there are, or what was loaded before.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate = collate
+    dataset: Dataset[Any]
+    seed: int
+    collate: Callable[[list[Any]], Any]
 
     def __getitem__(self, key: BatchKey) -> Any:
         epoch, indices = key

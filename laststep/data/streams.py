@@ -285,8 +285,7 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
 
 
 class _Parts(IterableDataset[Any]):
-    """The batches of some parts, in the order in which a rank takes them. One of n workers
-    takes every n-th."""
+    """The batches of some parts, in the order in which a rank takes them. One of n workers takes every n-th."""
 
     def __init__(
         self, spec: Spec, order: PartOrder, marks: list[Mark | None], collate: Callable[..., Any] | None

@@ -151,13 +151,13 @@ class Source:
         return cls(**{**found, "parts": {name: Part(**part) for name, part in found["parts"].items()}})
 
 
+@dataclass(eq=False)
 class TokenFolder:
     """A complete folder of token files."""
 
-    def __init__(self, path: Path, vocabulary: Vocabulary, sources: Sequence[Source]) -> None:
-        self.path = path
-        self.vocabulary = vocabulary
-        self.sources = sources
+    path: Path
+    vocabulary: Vocabulary
+    sources: Sequence[Source]
 
     @classmethod
     def open(cls, path: Path, source: str) -> TokenFolder:

@@ -235,11 +235,9 @@ class _Decoder:
             return self._dict(empty, encoded["items"].items(), empty, path)
         if kind in ("set", "frozenset"):
             items = [self.decode(item, None, path) for item in encoded["items"]]
-            return (
-                _refill(live, items)
-                if kind == "set" and type(live) is set
-                else {"set": set}.get(kind, frozenset)(items)
-            )
+            if kind == "frozenset":
+                return frozenset(items)
+            return _refill(live, items) if type(live) is set else set(items)
         if kind == "namedtuple":
             made = _class_of(encoded["class"], live, path, tuple)
             return tuple.__new__(made, self._items(encoded["items"], live, path))
@@ -292,10 +290,8 @@ class _Decoder:
                 value = live
         elif kind == "deque":
             items = self._items(encoded["items"], live, path)
-            value = (
-                live if type(live) is deque and live.maxlen == encoded["maxlen"] else deque(maxlen=encoded["maxlen"])
-            )
-            _refill(value, items)
+            alike = type(live) is deque and live.maxlen == encoded["maxlen"]
+            value = _refill(live if alike else deque(maxlen=encoded["maxlen"]), items)
         elif kind == "torch.Generator":
             alike = isinstance(live, torch.Generator) and str(live.device) == encoded["device"]
             value = live if alike else torch.Generator(encoded["device"])
@@ -389,7 +385,7 @@ def _named(name: str, live: Any, path: str) -> Any:
 
 def _class_of(name: str, live: Any, path: str, base: Any) -> Any:
     kind = type(live)
-    if f"{kind.__module__}:{kind.__qualname__}" == name:
+    if _name_of(kind) == name:
         return kind
     if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         raise Unstorable(

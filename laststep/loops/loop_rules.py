@@ -131,18 +131,12 @@ class StepChecks:
         self._given: dict[int, int] = {}  # the batches that each iteration over a DataLoader had given by then, by id
         self._unregistered: Unregistered | None = None
         self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first iteration
-        self._earlier: dict[
-            int, weakref.ref[Tensor]
-        ] = {}  # the tensors that the first iteration has made and left, by id
+        self._earlier: dict[int, weakref.ref[Tensor]] = {}  # what the first iteration has made and left, by id
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Not a method: a copy of the module has this hook too, and would copy all that a method belongs to."""
-            if (
-                self._iteration < 3
-                and module.training
-                and torch.is_grad_enabled()
-                and not torch.compiler.is_compiling()
-            ):
+            watched = self._iteration < 3 and module.training and torch.is_grad_enabled()
+            if watched and not torch.compiler.is_compiling():
                 self._check_inputs(compat.tree_leaves((args, kwargs)))
 
         self._hooks = [
