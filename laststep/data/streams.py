@@ -363,6 +363,45 @@ class StreamOptions:
     workers: int
     pin_memory: bool = True
 
+    @property
+    def own_workers(self) -> int:
+        """How many processes of ours read; a DataLoader has its own."""
+        return 0 if isinstance(self.source, DataLoader) else self.workers
+
+    def check(self) -> None:
+        """Raise ConfigError for a source that cannot be a stream."""
+        source = self.source
+        if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
+            raise ConfigError(
+                f"run.stream(...): a {type(source).__name__} can be iterated only once; give the function that makes "
+                "it, of the part and the number of parts: run.stream(lambda part, parts: samples(), ...)"
+            )
+        if isinstance(source, DataLoader):
+            if self.batch_size is not None:
+                raise ConfigError("run.stream(...): a DataLoader gives batches already; leave batch_size out")
+            if isinstance(source.sampler, torch.utils.data.RandomSampler) and not hasattr(source, "state_dict"):
+                raise ConfigError("run.stream(...): its order is random; write run.loader(dataset, batch_size)")
+
+    def record(self, total: int, size: int, before: StreamRecord | None) -> StreamRecord:
+        """The record of a stream in `total` shares on `size` ranks: `before`, if there is one. Raises ConfigError if it
+        does not fit."""
+        if total % size:
+            raise ConfigError(
+                f"run.stream(...): this run's streams are read in {total} shares, which {size} ranks cannot divide; "
+                f"resume it on a number of ranks that divides {total}"
+            )
+        if self.batch_size is not None and (self.batch_size < 1 or self.batch_size % total):
+            raise ConfigError(f"run.stream(batch_size={self.batch_size}): not divisible by {total} shares of the ranks")
+        each = max(1, self.own_workers) if before is None else before.each
+        fresh = StreamRecord(total * each, each, self.batch_size, self.shuffle, 0, [None] * (total * each))
+        if before is not None and replace(before, taken=0, marks=fresh.marks) != fresh:
+            raise ConfigError(
+                f"run.stream(...): this run reads it in {before.parts} parts, batch_size={before.batch_size}, "
+                f"shuffle={before.shuffle}, not in {fresh.parts}, {self.batch_size}, {self.shuffle}; leave these as "
+                "they were"
+            )
+        return before or fresh
+
 
 class StepStream:
     """This rank's batches of a stream for a custom training loop: one per step, or one for each of its shares."""
@@ -379,41 +418,16 @@ class StepStream:
         """`place` is the rank and the number of ranks, `shares` is train.shares, `record` what the checkpoint holds.
         Raises ConfigError."""
         rank, size = place
-        source, batch_size, shuffle, workers = asked.source, asked.batch_size, asked.shuffle, asked.workers
-        if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
-            raise ConfigError(
-                f"run.stream(...): a {type(source).__name__} can be iterated only once; give the function that makes "
-                "it, of the part and the number of parts: run.stream(lambda part, parts: samples(), ...)"
-            )
-        if isinstance(source, DataLoader):
-            if batch_size is not None:
-                raise ConfigError("run.stream(...): a DataLoader gives batches already; leave batch_size out")
-            if isinstance(source.sampler, torch.utils.data.RandomSampler) and not hasattr(source, "state_dict"):
-                raise ConfigError("run.stream(...): its order is random; write run.loader(dataset, batch_size)")
-            workers = 0  # it has its own
+        asked.check()
         total = shares or (size if record is None else record.parts // record.each)
-        if total % size:
-            raise ConfigError(
-                f"run.stream(...): this run's streams are read in {total} shares, which {size} ranks cannot divide; "
-                f"resume it on a number of ranks that divides {total}"
-            )
-        if batch_size is not None and (batch_size < 1 or batch_size % total):
-            raise ConfigError(f"run.stream(batch_size={batch_size}): not divisible by {total} shares of the ranks")
-        each = max(1, workers) if record is None else record.each
-        fresh = StreamRecord(total * each, each, batch_size, shuffle, 0, [None] * (total * each))
-        if record is not None and replace(record, taken=0, marks=fresh.marks) != fresh:
-            raise ConfigError(
-                f"run.stream(...): this run reads it in {record.parts} parts, batch_size={record.batch_size}, "
-                f"shuffle={record.shuffle}, not in {fresh.parts}, {batch_size}, {shuffle}; leave these as they were"
-            )
-        self.record = (record or fresh).snapshot()
-        here = total // size
+        self.record = asked.record(total, size, record).snapshot()
+        batch_size, workers, each, here = asked.batch_size, asked.own_workers, self.record.each, total // size
         self._total, self._here, self._device, self._pin = total, here, device, asked.pin_memory
         self._merges = shares is None and here > 1
         if self._merges and batch_size is None:
             raise ConfigError(f"run.stream(...): its batches are made for {total} ranks; resume on {total} ranks")
         size_of_one = None if batch_size is None else batch_size // total
-        self._spec = Spec(source, self.record.parts, size_of_one, shuffle, seed)
+        self._spec = Spec(asked.source, self.record.parts, size_of_one, asked.shuffle, seed)
         self._collate: Callable[..., Any] = asked.collate or default_collate if batch_size is not None else _only
         self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))

@@ -260,24 +260,8 @@ class _Decoder:
         return value
 
     def _object(self, kind: str, encoded: dict[str, Any], live: Any, path: str) -> Any:
-        number = encoded["number"]
         if kind == "object":
-            made = _class_of(encoded["class"], live, path, object)
-            value = live if type(live) is made else object.__new__(made)
-            self._made[number] = value
-            if "state" in encoded:
-                if value is not live:  # no code of a class that the checkpoint alone names
-                    raise Unstorable(
-                        f"{path}: make this {made.__name__} before run.restore(...), to be restored in place"
-                    )
-                value.__setstate__(self.decode(encoded["state"], None, path))
-                return value
-            for name, item in encoded["attributes"].items():
-                now = getattr(value, name, None) if value is live else None
-                object.__setattr__(value, name, self.decode(item, now, f"{path}.{name}"))
-            for name in set(getattr(value, "__dict__", ())) - encoded["attributes"].keys():
-                object.__delattr__(value, name)
-            return value
+            return self._users_object(encoded, live, path)
         if kind == "stateful":
             if not hasattr(live, "load_state_dict"):
                 raise Unstorable(f"{path}: make this object before run.restore(...), which restores its state")
@@ -310,7 +294,24 @@ class _Decoder:
             value.bit_generator.state = state
         else:
             raise Unstorable(f"{path}: stored as a {kind!r} by another version of Laststep")
-        self._made[number] = value
+        self._made[encoded["number"]] = value
+        return value
+
+    def _users_object(self, encoded: dict[str, Any], live: Any, path: str) -> Any:
+        """One of a class of the program's."""
+        made = _class_of(encoded["class"], live, path, object)
+        value = live if type(live) is made else object.__new__(made)
+        self._made[encoded["number"]] = value  # first: what it is made of may refer to it
+        if "state" in encoded:
+            if value is not live:  # no code of a class that the checkpoint alone names
+                raise Unstorable(f"{path}: make this {made.__name__} before run.restore(...), to be restored in place")
+            value.__setstate__(self.decode(encoded["state"], None, path))
+            return value
+        for name, item in encoded["attributes"].items():
+            now = getattr(value, name, None) if value is live else None
+            object.__setattr__(value, name, self.decode(item, now, f"{path}.{name}"))
+        for name in set(getattr(value, "__dict__", ())) - encoded["attributes"].keys():
+            object.__delattr__(value, name)
         return value
 
     def _array(self, encoded: dict[str, Any], path: str) -> numpy.ndarray[Any, Any]:
