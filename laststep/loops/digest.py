@@ -82,9 +82,8 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 HIGH, LOW = "digest high", "digest low"  # among what a step measures: a float64 holds 32 bits of it exactly
-BLOCK = 1 << 16  # elements; a tensor that is no larger has its weights kept between digests
+BLOCK = 1 << 16  # elements, as many as there are weights
 CHUNK = 1 << 6  # blocks of a larger tensor that are multiplied at a time: 32 MB of products
-MOST_KEPT = 1 << 23  # weights, of 8 bytes
 
 
 class _Piece(NamedTuple):
@@ -101,26 +100,23 @@ class StateDigest:
         self._device = device
         self._last = torch.zeros((), dtype=torch.int64, device=device)
         self._tables: dict[torch.device, Tensor] = {}
-        self._known: dict[tuple[Any, ...], tuple[torch.device, Tensor]] = {}  # weights of small tensors, by layout
 
     def of(self, state: Any, place: ShardPlace) -> Tensor | None:
         """The digest of what this rank holds of a state: an int64 scalar on the device. None if it has no tensor."""
-        total: Tensor | None = None
-        groups: dict[tuple[torch.device, int], list[tuple[str, Tensor, Tensor]]] = {}
-        for name, leaf in leaves_of(state):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
-                groups.setdefault((leaf.device, _width(leaf)), []).append((name, leaf, _bits(local_of(leaf))))
+        parts: dict[torch.device, Tensor] = {}  # such as Adam's counts of steps, on the CPU
         with torch.no_grad():
-            for (device, width), found in groups.items():
-                held = [each for each in found if place.shard == 0 or shard_count(each[1])]
-                small = [each for each in held if _count(each[1]) <= BLOCK and each[2].numel()]
-                kept = sum(bits.numel() for *_, bits in small) <= MOST_KEPT
-                parts = [self._of_small(device, width, small, place)] if small and kept else []
-                parts += [self._of_large(each, place) for each in held if not kept or _count(each[1]) > BLOCK]
-                for part in parts:
-                    if part.device != self._device:  # such as Adam's count of steps: it is here already
-                        part = torch.full((), int(part), dtype=torch.int64, device=self._device)
-                    total = part if total is None else total + part
+            for name, leaf in leaves_of(state):
+                if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.device.type == "meta":
+                    continue
+                bits = _bits(local_of(leaf))
+                if bits.numel() and (place.shard == 0 or shard_count(leaf)):
+                    own = self._of_tensor(name, leaf, bits, place)
+                    parts[own.device] = parts[own.device] + own if own.device in parts else own
+            here = [
+                part if device == self._device else torch.full_like(self._last, int(part))
+                for device, part in parts.items()
+            ]
+        total = torch.stack(here).sum() if here else None
         self._last = torch.zeros_like(self._last) if total is None else total
         return total
 
@@ -129,39 +125,23 @@ class StateDigest:
         parts = group.gather(self._last)
         return torch.stack([parts[rank] for rank in place.ranks[0]]).sum()
 
-    def _of_small(
-        self, device: torch.device, width: int, tensors: list[tuple[str, Tensor, Tensor]], place: ShardPlace
-    ) -> Tensor:
-        key = (width, *((name, whole.dtype, tuple(whole.shape)) for name, whole, _ in tensors))
-        if key not in self._known:
-            if len(self._known) > 16:  # of states that come and go
-                self._known.clear()
-            rows = []
-            for name, whole, bits in tensors:
-                piece = _piece(name, whole, place)
-                rows.append(self._table(device)[piece.offset :][: bits.numel()] * _signed(piece.factor))
-            self._known[key] = device, torch.cat(rows)
-        return (torch.cat([bits for *_, bits in tensors]).long() * self._known[key][1]).sum()
-
-    def _of_large(self, tensor: tuple[str, Tensor, Tensor], place: ShardPlace) -> Tensor:
-        name, whole, bits = tensor
+    def _of_tensor(self, name: str, whole: Tensor, bits: Tensor, place: ShardPlace) -> Tensor:
         piece, table = _piece(name, whole, place), self._table(bits.device)
-        total = torch.zeros((), dtype=torch.int64, device=bits.device)
-        done = 0
-        while done < bits.numel():
+        sums: list[Tensor] = []
+        done, count = 0, bits.numel()
+        while done < count:
             block, start = divmod(piece.offset + done, BLOCK)
-            if start or bits.numel() - done < BLOCK:
-                row = bits[done : done + BLOCK - start]
-                total += (row.long() * table[start : start + row.numel()]).sum() * _factor(piece.factor, block)
-                done += row.numel()
+            if start or count - done < BLOCK:
+                row = bits if count <= BLOCK - start else bits[done : done + BLOCK - start]
+                sums.append((row.long() * table[start : start + len(row)]).sum() * _factor(piece.factor, block))
+                done += len(row)
                 continue
-            count = min((bits.numel() - done) // BLOCK, CHUNK)
-            rows = bits[done : done + count * BLOCK].view(count, BLOCK)
-            sums = (rows.long() * table).sum(1)
-            for number in range(count):
-                total += sums[number] * _factor(piece.factor, block + number)
-            done += count * BLOCK
-        return total
+            blocks = min((count - done) // BLOCK, CHUNK)
+            rows = bits[done : done + blocks * BLOCK].view(blocks, BLOCK)
+            of_rows = (rows.long() * table).sum(1)
+            sums += [of_rows[number] * _factor(piece.factor, block + number) for number in range(blocks)]
+            done += blocks * BLOCK
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _table(self, device: torch.device) -> Tensor:
         """The weights within a block: odd, and without a pattern."""
@@ -192,11 +172,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _width(tensor: Tensor) -> int:
     return tensor.itemsize // 2 if tensor.is_complex() else tensor.itemsize
-
-
-def _count(tensor: Tensor) -> int:
-    """The integers that `_bits` makes of a tensor."""
-    return tensor.nbytes // _width(tensor)
 
 
 def _piece(name: str, whole: Tensor, place: ShardPlace) -> _Piece:
