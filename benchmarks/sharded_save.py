@@ -69,8 +69,8 @@ PHASES = {
     "os.fsync": "sync",
     ".update(": "hash",
     "self.fn(": "hash",  # a pool calls it without a function of ours
-    "os.write": "write",
-    "preadv": "read",
+    "file.write": "write",
+    "readinto": "read",
     ".copy_(": "copy",
     "broadcast": "send",
     "madvise": "free memory",
