@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from laststep.attempt.state import AttemptState
 from laststep.config.schema import Launch
-from laststep.ranks.process import SIGNALLED, SUPERVISED, Signals, children, identity, start_thread
+from laststep.ranks.process import SIGNALLED, SUPERVISED, Signals, children_of, identity, start_thread
 from laststep.ranks.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
@@ -319,7 +319,7 @@ def _orphaned(world: World) -> Ending | None:
         return None
     if not identity(int(pid)):
         return Ending("failed", requeue=False, error="the command that started the ranks was killed")
-    if len(children(int(pid), SUPERVISED)) < world.size:
+    if len(children_of(int(pid), SUPERVISED)) < world.size:
         return Ending("failed", requeue=False, error="the parent process of a rank was killed", blames_host=True)
     return None
 

@@ -64,12 +64,12 @@ from laststep.job.after_ranks import after_ranks, starts_again_here
 from laststep.observe.progress import StartupTimer
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal
+from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal, stat_of
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
 from laststep.records.retry import FAILURES
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 from laststep.runs import run_config
 from laststep.runs.unanswered import complete_in_job
 from laststep.say import flush_output, say
@@ -254,7 +254,7 @@ class Supervisor:
 
         def say_gone() -> None:
             make_folder(folder)
-            _write(gone_file(folder, self._world.rank), str(status))
+            write_whole(gone_file(folder, self._world.rank), str(status))
 
         self._persist(say_gone)
         seen: tuple[int, ...] = ()
@@ -367,13 +367,6 @@ class Supervisor:
             found = next_signal(HELD, 0)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a small file, at once for any reader."""
-    temporary = aside(path)
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _begin_rank() -> None:
     """Make this process, which was just forked, a rank."""
     die_with_parent(signal.SIGKILL)
@@ -384,10 +377,8 @@ def _begin_rank() -> None:
 
 def _state(rank: int) -> tuple[str, bool]:
     """The state of a process by one letter, see man 5 proc, and whether it is being torn down."""
-    with suppress(OSError):
-        state, *_, flags = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[:7]
-        return state, bool(int(flags) & PF_EXITING)
-    return "X", True
+    stat = stat_of(rank)
+    return (stat[0], bool(int(stat[6]) & PF_EXITING)) if stat else ("X", True)
 
 
 def _failed(status: int) -> bool:
