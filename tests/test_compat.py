@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from laststep import compat
 from laststep.compat import compiler as compat_compiler
-from laststep.compat import cuda_driver, kernels
+from laststep.compat import cuda_driver
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
 from laststep.ranks.world import ShardPlace, shard_rows
@@ -170,7 +170,7 @@ def test_finding_what_is_not_finite(value: float) -> None:
 def test_a_backward_pass_with_a_gradient() -> None:
     """The last bits of a run depend on it. A loss that torch refuses is refused with torch's own message."""
     gradients = []
-    for backward in (kernels.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
+    for backward in (compat.backward, lambda loss, leaf, plain: torch.autograd.backward([loss, leaf], [None, plain])):
         weight, tap = nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.zeros(()))
         for power in (2, 3):  # the second pass adds to the gradients of the first
             loss = weight.tanh().pow(power).sum()
@@ -179,23 +179,23 @@ def test_a_backward_pass_with_a_gradient() -> None:
         gradients.append(torch.cat([weight.grad, tap.grad[None]]))
     assert torch.equal(*gradients)
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
-        kernels.backward(weight.tanh(), tap, tap.detach())
+        compat.backward(weight.tanh(), tap, tap.detach())
     with pytest.raises(RuntimeError, match="does not require grad"):
-        kernels.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
+        compat.backward(tap.detach(), nn.Parameter(torch.zeros(())), tap.detach())
 
 
 def test_a_backward_pass_of_one_loss() -> None:
     """The same, without a second root."""
     gradients = []
-    for run in (kernels.backward, Tensor.backward):
+    for run in (compat.backward, Tensor.backward):
         weight = nn.Parameter(torch.linspace(-1, 1, 7))
         run(weight.tanh().pow(3).sum())
         gradients.append(weight.grad)
     assert gradients[0] is not None and gradients[1] is not None and torch.equal(gradients[0], gradients[1])
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-        kernels.backward(torch.ones(3, requires_grad=True).tanh())
+        compat.backward(torch.ones(3, requires_grad=True).tanh())
     with pytest.raises(RuntimeError, match="does not require grad"):
-        kernels.backward(torch.ones(()))
+        compat.backward(torch.ones(()))
 
 
 def test_skipping_by_a_flag() -> None:

@@ -41,11 +41,11 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
+from laststep.ranks.beside import signpost
 from laststep.ranks.disk import look_anew
 from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
-from laststep.ranks.signpost import signpost
 from laststep.ranks.slurm import kill_wait_s
 from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.ranks.world import World

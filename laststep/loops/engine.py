@@ -62,10 +62,10 @@ from laststep.observe.progress import Progress, StartupTimer
 from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks import nccl
+from laststep.ranks.beside import signpost
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.signpost import signpost
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, Moment, ShardPlace

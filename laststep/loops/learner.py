@@ -20,7 +20,7 @@ from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.compat import compiler, kernels
+from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
@@ -148,7 +148,7 @@ class Learner:
         nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else kernels.step(self.optimizer)
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else compat.step(self.optimizer)
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)

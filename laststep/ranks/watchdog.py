@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from laststep.ranks.beside import signpost
 from laststep.ranks.fault import Fault, blamed_host
 from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, run_time, start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World
 from laststep.say import say
 
