@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -42,7 +41,7 @@ from laststep.config.config import Config
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView, look_anew
 from laststep.ranks.fault import MeetingError, Retry
-from laststep.ranks.launchers import EXPORTED, export_world, free_port, restarts_in_place
+from laststep.ranks.launchers import EXPORTED, address_towards, export_world, free_port, restarts_in_place
 from laststep.ranks.process import (
     Signals,
     children_of,
@@ -358,11 +357,8 @@ def _address(world: World) -> str:
     if world.nodes == 1:
         return "127.0.0.1"
     for other in dict.fromkeys(host for host in world.hosts if host not in ("", world.hosts[0])):
-        with suppress(OSError, UnicodeError):
-            family, _, _, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-                unsent.connect(place)
-                return str(unsent.getsockname()[0])
+        if address := address_towards(other):
+            return address
     return hostname()
 
 

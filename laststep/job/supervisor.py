@@ -60,7 +60,7 @@ from laststep.attempt.rescue import (
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.config.schema import COMMAND
-from laststep.job.after_ranks import after_ranks, starts_again_here
+from laststep.job.after_ranks import AfterRanks, starts_again_here
 from laststep.observe.progress import StartupTimer
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
@@ -325,7 +325,7 @@ class Supervisor:
             return
         if self._hung or (self._ends and ending(signal.SIGTERM, self._world, 0).error == SHELL_KILLED):
             job = replace(self._world, step_id=None)
-            after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
+            AfterRanks(self._run, job, self._config.launch).act(1, restarts=restarts_in_place(os.environ) or 0)
 
     def _persist(self, act: Callable[[], T]) -> tuple[T, ...]:
         """What `act` returns, as the only item. While the disk refuses it is tried again, for DISK_S unless the step
@@ -400,29 +400,27 @@ def _end_as(status: int) -> NoReturn:
 
 def supervise_local(folder: str) -> None:
     """Be the supervisor of a rank of `--local`; returns in each process that is to be the rank. `folder`: the run's."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
     run = RunDir(folder)
-    try:
-        supervisor = Supervisor(run, run_config.load(run, warn=lambda _: None))
-    except Exception:  # the rank meets the same error, and says so
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    else:
-        supervisor.run()
+    die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
+    _supervise(lambda: Supervisor(run, run_config.load(run, warn=lambda _: None)))
 
 
 def main(words: Sequence[str]) -> None:
     """Be the rank's supervisor, and in each process that it forks the rank."""
+    _supervise(lambda: Supervisor.of_job(words[-1]))
+    sys.argv = list(words[words.index("-m") + 1 :])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _supervise(make: Callable[[], Supervisor]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
-        supervisor = Supervisor.of_job(words[-1])
+        supervisor = make()
     except Exception:  # the rank meets the same error, and says so
         os.environ.pop(STEP_RESTARTS, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     else:
         supervisor.run()
-    sys.argv = list(words[words.index("-m") + 1 :])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from laststep.ranks import nccl
 from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import DeviceConflict, MeetingError
-from laststep.ranks.meeting import PUBLISH_S, SealedStore, connect_to_store, use_interface
+from laststep.ranks.meeting import PUBLISH_S, SealedStore, StoreConnection, connect_to_store, use_interface
 from laststep.ranks.process import Alarm
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import ShardPlace, World, hostname
@@ -314,41 +314,22 @@ def meeting_timeout(timeout_s: float) -> timedelta:
 
 
 def join(config: Config, world: World, address_file: Path, timeout_s: float) -> Group:
-    """The group that this rank now belongs to; call `Group.connect` next. Raises as `register_rank` does."""
-    device = set_up_device(config, world)
-    return register_rank(
-        world, device, choose_backend(config, device), address_file, timeout_s, config.launch.init_method
-    )
-
-
-def register_rank(
-    world: World,
-    device: torch.device,
-    backend: str,
-    address_file: Path,
-    timeout_s: float,
-    init_method: str | None = None,
-) -> Group:
     """Connect to the store at which the ranks meet, and register this rank there. Does not wait for the other ranks:
-    `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
+    `Group.connect` does.
 
-    As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
-    (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes its port and every address of its
-    host. The default is env:// where both variables are set, else file:// with `address_file`, which belongs to this
-    attempt alone and lies on a disk that all ranks share.
+    As in `torch.distributed.init_process_group`, `launch.init_method` says where rank 0 is found: `tcp://HOST:PORT`,
+    `env://` (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes its port and every
+    address of its host. The default is env:// where both variables are set, else file:// with `address_file`, which
+    belongs to this attempt alone and lies on a disk that all ranks share.
 
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
     another job or another process with the same rank is there.
     """
+    device = set_up_device(config, world)
+    backend = choose_backend(config, device)
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
-    # Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 files
-    # would be too low for 150 ranks.
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    # Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
-    # all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    _allow_many_connections()
     # Rank 0 leaves the secret of the attempt's seal there until all ranks have read it.
     seal, secret = Seal(), address_file.with_suffix(".key")
     timeout = meeting_timeout(timeout_s)
@@ -356,17 +337,7 @@ def register_rank(
         Patience(PUBLISH_S, say).insist(lambda: seal.save(secret))
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
-        met = connect_to_store(world, purpose, address_file, init_method, timeout)
-    me = Registration(
-        host=hostname(),
-        pid=str(os.getpid()),
-        device=device.type,
-        backend=backend,
-        gpu=gpu_uuid(device),
-        at=time.time(),
-        local_ip=met.local_ip,
-        rank_0_ip=met.rank_0_ip,
-    )
+        met = connect_to_store(world, purpose, address_file, config.launch.init_method, timeout)
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)
@@ -378,16 +349,39 @@ def register_rank(
             )
         if world.rank:
             seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
-        mine, store = json.dumps(me), SealedStore(met.store, seal)
-        if (first := store.compare_set(f"met/{world.rank}", "", mine).decode()) != mine:
-            places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
-            raise ConfigError(
-                f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
-            )
+        _register(world, device, backend, met, seal)
     except dist.DistError as error:
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {first_line(error)}") from error
     files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
     return Group(world, met.store, device, backend, met.address, seal, files)
+
+
+def _allow_many_connections() -> None:
+    """Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024
+    files would be too low for 150 ranks. Torch's store looks up the name of each address that connects to it, in its
+    only thread: a lost query would delay all ranks by 5 s, a name server that is down by half a minute
+    (resolv.conf(5))."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
+def _register(world: World, device: torch.device, backend: str, met: StoreConnection, seal: Seal) -> None:
+    """Write what the other ranks must know of this one. Raises ConfigError when there is another with its number."""
+    me = Registration(
+        host=hostname(),
+        pid=str(os.getpid()),
+        device=device.type,
+        backend=backend,
+        gpu=gpu_uuid(device),
+        at=time.time(),
+        local_ip=met.local_ip,
+        rank_0_ip=met.rank_0_ip,
+    )
+    mine, store = json.dumps(me), SealedStore(met.store, seal)
+    if (first := store.compare_set(f"met/{world.rank}", "", mine).decode()) != mine:
+        places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
+        raise ConfigError(f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank")
 
 
 def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:

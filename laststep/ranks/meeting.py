@@ -25,6 +25,7 @@ import torch.distributed as dist
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import FreshView, Patience
 from laststep.ranks.fault import MeetingError
+from laststep.ranks.launchers import address_towards
 from laststep.ranks.process import run_time
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World, hostname
@@ -131,7 +132,6 @@ POLL_S = 0.05
 PUBLISH_S = 20.0
 CONNECT_S = 3.0  # a firewall that drops packets gives no answer at all
 ANSWER_S = 10.0
-PORT_OF_NOTHING = 9  # "discard"; nothing is sent there
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of a network interface
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -154,7 +154,7 @@ class _NoAddressYet(Exception):
 def connect_to_store(
     world: World, purpose: str, address_file: Path, init_method: str | None, timeout: timedelta
 ) -> StoreConnection:
-    """Serve the store on rank 0, connect to it on every other rank; `laststep.ranks.group.register_rank` has the rules.
+    """Serve the store on rank 0, connect to it on every other rank; `laststep.ranks.group.join` has the rules.
 
     `purpose` names the run, attempt and size, so that an address left by another attempt is not mistaken for ours.
 
@@ -297,7 +297,7 @@ def _meeting_address(world: World) -> str:
     others = [host for host in world.hosts if host not in ("", world.hosts[0])][:1]
     # Where names do not resolve: srun's address. It is this host's own, or that of another host of the cluster.
     for host in (*others, os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")):
-        if host and (address := _address_towards(host)) in addresses:
+        if host and (address := address_towards(host)) in addresses:
             return address
     return addresses[0] if len(addresses) == 1 else ""
 
@@ -305,16 +305,6 @@ def _meeting_address(world: World) -> str:
 def _on_one_host(world: World) -> bool:
     """Whether all ranks are certainly on this host: torch's own variables need not say how many nodes there are."""
     return world.nodes == 1 and (world.launcher != "env" or "LOCAL_WORLD_SIZE" in os.environ)
-
-
-def _address_towards(host: str) -> str:
-    """The address of this host that packets to another host carry; empty if its name does not resolve."""
-    with contextlib.suppress(OSError, UnicodeError):
-        family, kind, protocol, _, place = socket.getaddrinfo(host, PORT_OF_NOTHING, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as unsent:
-            unsent.connect(place)
-            return str(unsent.getsockname()[0])
-    return ""
 
 
 def named_address(world: World, host: str) -> str:
