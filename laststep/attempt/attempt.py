@@ -19,6 +19,7 @@ from laststep import compat
 from laststep.attempt import user_error
 from laststep.attempt.end_by_fault import EndByFault
 from laststep.attempt.ending import (
+    AttemptState,
     Deadline,
     LastExit,
     end_srun,
@@ -33,7 +34,6 @@ from laststep.attempt.interpreter_watch import InterpreterWatch
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue import clear
-from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
 from laststep.compat import compiler

@@ -30,11 +30,11 @@ from typing import NamedTuple, NoReturn
 
 from laststep import rooms, script
 from laststep.attempt.attempt import Stopped
-from laststep.attempt.ending import ending_by_signal, record_end, requeue
-from laststep.attempt.grace import USER_SIGNALS, GracePeriod, LimitWarning
+from laststep.attempt.ending import AttemptState, ending_by_signal, record_end, requeue
+from laststep.attempt.grace import GracePeriod, LimitWarning
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.rescue import GONE, clear, exiting_file, make_folder
-from laststep.attempt.state import AttemptState
+from laststep.attempt.restart import USER_SIGNALS
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.config.config import Config

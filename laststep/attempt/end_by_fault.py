@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from laststep.attempt import user_error
 from laststep.attempt.ending import (
     CONTINUE_BY_HAND,
+    AttemptState,
     EndReason,
     end_srun,
     ending_by_signal,
@@ -31,11 +32,10 @@ from laststep.attempt.ending import (
     run_for,
     shell_is_gone,
 )
-from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
+from laststep.attempt.grace import LAST_MOMENT_S, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
 from laststep.attempt.rescue_plan import Assignment, Holding, Plan
-from laststep.attempt.restart import Actor, who_acts
-from laststep.attempt.state import AttemptState
+from laststep.attempt.restart import SHELL_KILLED, Actor, who_acts
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView

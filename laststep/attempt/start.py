@@ -13,8 +13,8 @@ from pathlib import Path
 
 from laststep import rooms
 from laststep.attempt import user_error
+from laststep.attempt.ending import AttemptState
 from laststep.attempt.preflight import check_device
-from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat.compiler import compile_each_shape

@@ -37,9 +37,8 @@ from functools import cache
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep import rooms
-from laststep.attempt.grace import comes_back, judge
 from laststep.attempt.predecessor import Predecessor, finish_of
-from laststep.attempt.restart import Follows, Verdict, what_follows
+from laststep.attempt.restart import Follows, Verdict, comes_back, judge, what_follows
 from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError

@@ -46,7 +46,6 @@ from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
 from laststep.attempt.ending import wake_supervisor
-from laststep.attempt.grace import SHELL_KILLED, ending
 from laststep.attempt.predecessor import finish_of
 from laststep.attempt.rescue import (
     exit_status,
@@ -57,6 +56,7 @@ from laststep.attempt.rescue import (
     make_folder,
     silent_file,
 )
+from laststep.attempt.restart import SHELL_KILLED, ending
 from laststep.compat.compiler import compile_each_shape
 from laststep.config.config import Config
 from laststep.config.schema import COMMAND

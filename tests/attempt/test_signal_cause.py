@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from laststep.attempt.grace import EARLY_S, Ending, ending, judge
+from laststep.attempt.restart import EARLY_S, Ending, ending, judge
 from laststep.ranks.slurm import cluster_settings, kill_limits, kill_wait_s
 from laststep.ranks.world import World
 from tests.support.records import a_world
