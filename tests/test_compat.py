@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from laststep import compat
-from laststep.compat import compiler as compat_compiler
 from laststep.compat import cuda_driver
 from laststep.compat.cuda_driver import RELAXED, CudaDriver
 from laststep.config.config import Config
@@ -249,10 +248,10 @@ def test_the_compiler_makes_a_graph_for_each_shape(monkeypatch: pytest.MonkeyPat
     with torch_setting(torch._dynamo.config, "automatic_dynamic_shapes", True):
         log = logging.getLogger("torch._dynamo.convert_frame")
         warnings: list[str] = []
-        monkeypatch.setattr(log, "handlers", [])
+        monkeypatch.setattr(log, "filters", [])
         monkeypatch.setattr(log, "propagate", False)
         for _ in range(2):
-            compat_compiler.compile_each_shape(warnings.append)
+            compat.compile_each_shape(warnings.append)
         elsewhere: list[bool] = []
         thread = threading.Thread(target=lambda: elsewhere.append(torch._dynamo.config.automatic_dynamic_shapes))
         thread.start()
@@ -272,7 +271,7 @@ def test_the_compiler_makes_a_graph_for_each_shape(monkeypatch: pytest.MonkeyPat
         for size in (50, 60):
             assert double(torch.ones(size)).tolist() == [2] * size
         assert len(graphs) == limit
-        assert warnings == [compat_compiler.LIMIT.format(limit)]
+        assert warnings == [compat.LIMIT.format(limit)]
     torch._dynamo.reset()
 
 
@@ -285,7 +284,7 @@ def test_the_compiler_chooses_nothing_by_time(monkeypatch: pytest.MonkeyPatch) -
         if chosen is None:
             monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
         with torch_setting(config, "deterministic", False):
-            compat_compiler.compile_without_timing()
+            compat.compile_without_timing()
             assert config.deterministic == expected
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     code = "import torch._inductor.config as config; print(config.deterministic)"
@@ -299,13 +298,13 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     from torch._inductor import cudagraph_trees
 
     with torch_setting(torch._functorch.config, "graphsafe_rng_functionalization", True):
-        compat_compiler.draw_from_default_generators()
+        compat.draw_from_default_generators()
         assert not torch._functorch.config.graphsafe_rng_functionalization
     assert "config.graphsafe_rng_functionalization" in inspect.getsource(torch._functorch.partitioners)
     with torch_setting(torch._dynamo.config, "optimize_ddp", True):
-        compat_compiler.compile_whole_under_ddp()
+        compat.compile_whole_under_ddp()
         assert not torch._dynamo.config.optimize_ddp
-    assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
+    assert not compat.has_cuda_graphs(torch.device("cuda", 0)), "no device, no graphs"
     roots: dict[int, list[Any]] = {}
     monkeypatch.setattr(
         cudagraph_trees, "get_manager", lambda index, create_if_none_exists: SimpleNamespace(roots=roots)
@@ -313,11 +312,11 @@ def test_what_the_compiler_makes_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     forward = SimpleNamespace(children={})
     for graphs in ({}, {0: [forward]}):
         roots.update(graphs)
-        assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "no backward pass"
+        assert not compat.has_cuda_graphs(torch.device("cuda", 0)), "no backward pass"
     forward.children[1] = ["its backward pass"]
-    assert compat_compiler.has_cuda_graphs(torch.device("cuda", 0))
+    assert compat.has_cuda_graphs(torch.device("cuda", 0))
     monkeypatch.setitem(torch._dynamo.utils.counters["inductor"], "cudagraph_skips", 1)
-    assert not compat_compiler.has_cuda_graphs(torch.device("cuda", 0)), "not all of the model"
+    assert not compat.has_cuda_graphs(torch.device("cuda", 0)), "not all of the model"
     source = inspect.getsource(cudagraph_trees)
     assert "self.roots[function_id].append(" in source and "self.children[function_id].append(" in source
     assert '["cudagraph_skips"] += 1' in inspect.getsource(torch._inductor.cudagraph_utils)
@@ -338,7 +337,7 @@ def test_a_module_of_torchs_own_is_compiled(make: Callable[[], nn.Module], monke
     counters.clear()
     module = make()
     monkeypatch.setattr(module, "compile", functools.partial(module.compile, backend="eager"))
-    compat_compiler.compile_in_place(module)
+    compat.compile_in_place(module)
     module(torch.ones(2, 4))
     assert counters["stats"]["unique_graphs"] == 1
 

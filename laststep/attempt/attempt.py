@@ -36,7 +36,6 @@ from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue import clear
 from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
-from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
 from laststep.observe.progress import StartupTimer
@@ -142,7 +141,7 @@ class Attempt:
             candidates = self._take_run_folder() if world.rank == 0 else iter(())
             preflight = Preflight.of(self._config, world)
             if self._config.train.compile:
-                compiler.cache_in(self._run_dir.compiled)
+                compat.cache_in(self._run_dir.compiled)
             if world.rank == 0 and world.step_restarts is None:  # else its supervisor has imported it
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
             # Not at the top of this file, so that a signal during these seconds is caught too.

@@ -17,7 +17,7 @@ from laststep.attempt.ending import AttemptState
 from laststep.attempt.preflight import check_device
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
-from laststep.compat.compiler import compile_each_shape
+from laststep.compat import compile_each_shape
 from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
 from laststep.loops.run import make_custom_loop, make_script_loop

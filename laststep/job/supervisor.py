@@ -57,7 +57,7 @@ from laststep.attempt.rescue import (
     silent_file,
 )
 from laststep.attempt.restart import SHELL_KILLED, ending
-from laststep.compat.compiler import compile_each_shape
+from laststep.compat import compile_each_shape
 from laststep.config.config import Config
 from laststep.config.schema import COMMAND
 from laststep.job.after_ranks import AfterRanks, starts_again_here
