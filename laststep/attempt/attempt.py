@@ -38,7 +38,6 @@ from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
-from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
 from laststep.ranks.beside import signpost
 from laststep.ranks.disk import look_anew
@@ -50,6 +49,7 @@ from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.ranks.world import World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
+from laststep.records.progress import StartupTimer
 from laststep.rundir import RunDir
 from laststep.say import say
 

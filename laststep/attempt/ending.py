@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from laststep.attempt.restart import Ending, ending
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.observe.progress import likely_cause
 from laststep.ranks.beside import BesideTraining
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import Retry
@@ -29,6 +28,7 @@ from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, requeue_job
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
+from laststep.records.progress import likely_cause
 from laststep.records.retry import recorded
 from laststep.rundir import RunDir
 from laststep.say import counted, flush_output, say

@@ -22,7 +22,6 @@ from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
 from laststep.loops.run import make_custom_loop, make_script_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
 from laststep.ranks.disk import Patience
@@ -33,6 +32,7 @@ from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step
 from laststep.records.probes import ProbePlan
+from laststep.records.progress import StartupTimer
 from laststep.rundir import RunDir
 from laststep.say import say
 from laststep.task import find_task

@@ -61,13 +61,13 @@ from laststep.compat import compile_each_shape
 from laststep.config.config import Config
 from laststep.config.schema import COMMAND
 from laststep.job.after_ranks import AfterRanks, starts_again_here
-from laststep.observe.progress import StartupTimer
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
 from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal, stat_of
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
+from laststep.records.progress import StartupTimer
 from laststep.records.retry import FAILURES
 from laststep.rundir import RunDir, write_whole
 from laststep.runs import run_config

@@ -58,8 +58,6 @@ from laststep.loops import digest
 from laststep.loops.digest import StateDigest
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import MOST_COPIED, Copies, HostSnapshot, Ring, StepSnapshot, open_link
-from laststep.observe.progress import Progress, StartupTimer
-from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
 from laststep.ranks import nccl
 from laststep.ranks.beside import signpost
@@ -71,6 +69,8 @@ from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import DIGEST, MetricsFile
 from laststep.records.probes import ProbePlan
+from laststep.records.progress import Progress, StartupTimer
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from laststep.say import say
 
