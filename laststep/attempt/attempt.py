@@ -44,7 +44,7 @@ from laststep.ranks.disk import look_anew
 from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
-from laststep.ranks.slurm import kill_wait_s
+from laststep.ranks.slurm import cluster_settings
 from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.ranks.world import World
 from laststep.records.attempt_record import AttemptRecord
@@ -156,7 +156,9 @@ class Attempt:
             self._closing.callback(stop.close)
             self._phases.done("meeting")
             if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
-                self._grace.kill_wait_s = group.broadcast_int("grace", None if world.rank else kill_wait_s())
+                self._grace.kill_wait_s = group.broadcast_int(
+                    "grace", None if world.rank else cluster_settings().kill_wait_s
+                )
             checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
             self._phases.done("reading checkpoint")
             engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)

@@ -107,8 +107,7 @@ class EndByFault:
     def run(self, fault: Fault) -> None:
         """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
-        worker = threading.Thread(target=self._try_to_take_part, args=(fault,), name="rescuer", daemon=True)
-        start_thread(worker)
+        worker = start_thread("rescuer", lambda: self._try_to_take_part(fault))
         stalled_s, progress = 0.0, -1
         while worker.is_alive() and stalled_s < STALLED_S:  # counted in rounds, so not while the process is suspended
             worker.join(POLL_S)

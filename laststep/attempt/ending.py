@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,8 +197,7 @@ def print_hint(state: AttemptState, error: str) -> None:
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> bool:
     """Call `work` in a thread, and stop waiting for it after `timeout_s`. Whether it ended."""
-    thread = threading.Thread(target=work, daemon=True)
-    start_thread(thread)
+    thread = start_thread("limited", work)
     thread.join(timeout_s)
     return not thread.is_alive()
 

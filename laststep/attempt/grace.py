@@ -90,10 +90,9 @@ class LimitWarning:
     def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
         self._job_id, self._delay_s, self._signals = world.job_id, launch.signal_delay_s, signals
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="limit", daemon=True)
         if world.rank == 0 and world.launcher == "submitit-slurm":
             with contextlib.suppress(RuntimeError):  # no thread: Slurm's own warning will do
-                start_thread(self._thread)
+                self._thread = start_thread("limit", self._watch)
 
     def close(self) -> None:
         """The attempt is over."""
@@ -167,10 +166,8 @@ class GracePeriod:
     def follow(self) -> None:
         """A stop signal was received: begin to ask Slurm, or rank 0. Call as often as you like."""
         if self._thread is None and self._state.world.on_slurm and not self._closed.is_set():
-            thread = threading.Thread(target=self._follow, name="grace", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread: the next call tries again
-                start_thread(thread)
-                self._thread = thread
+                self._thread = start_thread("grace", self._follow)
 
     def close(self) -> None:
         """The attempt is over."""

@@ -90,7 +90,7 @@ class Rescue:
 
     def start(self) -> None:
         """Do the rounds in a thread."""
-        start_thread(threading.Thread(target=self._rounds, name="rescue", daemon=True))
+        start_thread("rescue", self._rounds)
 
     def announce(self, *holdings: Holding, gathered: Gathered | None = None, silence: str = "") -> None:
         """Say what this rank has frozen and gathered last, and why its device cannot be read, if so."""

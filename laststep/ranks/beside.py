@@ -74,11 +74,10 @@ class Program:
         self._once = program.where == "end"
         self._ending, self._lock = threading.Event(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, name=f"beside-{program.name}", daemon=True)
 
     def start(self) -> None:
         """Start it, and start it again when it dies."""
-        start_thread(self._thread)
+        self._thread = start_thread(f"beside-{self.name}", self._keep)
 
     def end(self) -> None:
         """Ask it to end, if it is one that would not end by itself."""

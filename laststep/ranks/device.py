@@ -34,6 +34,7 @@ from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
 from laststep.ranks.fault import DeviceSilent
+from laststep.ranks.process import start_thread
 from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
 
@@ -604,8 +605,7 @@ class DeviceThread:
         self._one_at_a_time = threading.Lock()
         self._stuck: Future[Any] | None = None  # the call that did not return in time
         self._entered = ExitStack()
-        self.thread = threading.Thread(target=self._serve, name="beside", daemon=True)
-        self.thread.start()
+        self.thread = start_thread("beside", self._serve)
         self.ask(lambda: self._entered.enter_context(beside()), START_S)
 
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:

@@ -13,7 +13,6 @@ import os
 import queue
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +25,7 @@ from laststep.config.errors import ConfigError
 from laststep.ranks.disk import FreshView, Patience
 from laststep.ranks.fault import MeetingError
 from laststep.ranks.launchers import address_towards
-from laststep.ranks.process import run_time
+from laststep.ranks.process import run_time, start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World, hostname
 from laststep.rundir import write_whole
@@ -379,7 +378,7 @@ def _connect_once(world: World, host: str, port: int, timeout: timedelta) -> Sto
             results.put(error)
 
     # In a thread: if something else than a store listens there, torch waits for its answer without a timeout.
-    threading.Thread(target=create_client, daemon=True).start()
+    start_thread("client", create_client)
     with contextlib.suppress(queue.Empty):
         result = results.get(timeout=min(ANSWER_S, timeout.total_seconds()))
         if not isinstance(result, dist.DistError):

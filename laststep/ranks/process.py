@@ -46,9 +46,11 @@ def started(start: Callable[[], T], wait_s: float | None = None) -> T:
         time.sleep(PAUSE_S)
 
 
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, as `started` does. Raises RuntimeError."""
+def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Do this work in a daemon thread, started as `started` does. Raises RuntimeError."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
     started(thread.start)
+    return thread
 
 
 def stat_of(pid: int | str) -> list[str]:
@@ -216,7 +218,7 @@ class Alarm:
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self._rings_at, self._ring = run_time() + seconds, ring
         self._cancelled = threading.Event()
-        start_thread(threading.Thread(target=self._wait, name="alarm", daemon=True))
+        start_thread("alarm", self._wait)
 
     def cancel(self) -> None:
         """What was waited for has come."""
