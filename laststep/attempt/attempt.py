@@ -156,9 +156,8 @@ class Attempt:
             self._closing.callback(stop.close)
             self._phases.done("meeting")
             if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
-                self._grace.kill_wait_s = group.broadcast_int(
-                    "grace", None if world.rank else cluster_settings().kill_wait_s
-                )
+                known = None if world.rank else cluster_settings().kill_wait_s
+                self._grace.kill_wait_s = group.broadcast_int("grace", known)
             checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
             self._phases.done("reading checkpoint")
             engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)

@@ -27,7 +27,7 @@ from laststep.doctor.diagnosis import RunRoot, check_bad_nodes, check_gpus, chec
 from laststep.doctor.greeting import Greeting
 from laststep.doctor.roll_call import RollCall
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm
-from laststep.ranks.slurm import parse_records
+from laststep.ranks.slurm import parse_config, parse_records
 from laststep.rundir import RunDir
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python
