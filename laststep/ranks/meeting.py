@@ -153,7 +153,7 @@ class _NoAddressYet(Exception):
 def connect_to_store(
     world: World, purpose: str, address_file: Path, init_method: str | None, timeout: timedelta
 ) -> StoreConnection:
-    """Serve the store on rank 0, connect to it on every other rank; `laststep.ranks.group.join` has the rules.
+    """Serve the store on rank 0, connect to it on every other rank; `laststep.ranks.group.register_rank` has the rules.
 
     `purpose` names the run, attempt and size, so that an address left by another attempt is not mistaken for ours.
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from laststep.ranks import meeting as address
+from laststep.ranks.launchers import address_towards
 from tests.support.records import a_world
 
 ETH, DOCKER = ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")
@@ -81,5 +82,5 @@ def test_a_name_stands_for_one_address_or_for_all(monkeypatch: pytest.MonkeyPatc
 
 def test_the_way_to_another_host() -> None:
     """The system's own table of routes answers, without a packet."""
-    assert address.address_towards("127.0.0.1") == "127.0.0.1"
-    assert address.address_towards("no-such-host.invalid") == ""
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no-such-host.invalid") == ""
