@@ -145,9 +145,9 @@ class Group:
             self._init_process_group(timeout)
             self.gather(torch.zeros(1, device=self.device))  # torch may have made the communicator in the background
             own = own_part()
-        texts = self.gather(nccl.to_tensor(own).to(self.device))
+        texts = [text.decode() for text in self.gather_bytes(own.encode())]
         try:
-            self.nccl_graph = nccl.combined([nccl.from_tensor(text) for text in texts], self.world.nodes)
+            self.nccl_graph = nccl.combined(texts, self.world.nodes)
         except ValueError as error:
             if self.world.rank == 0:
                 say(f"NCCL's graph is not recorded, so a resume over another one will not be noticed ({error})")
@@ -212,6 +212,19 @@ class Group:
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's data, on every rank. A collective; the lengths may differ."""
+        if self.world.size == 1:
+            return data
+        length = torch.tensor(len(data), device=self.collective_device)
+        self.broadcast([length])
+        if not length:
+            return b""
+        given = bytearray(data) if self.world.rank == 0 else bytearray(int(length))
+        text = torch.frombuffer(given, dtype=torch.uint8).to(self.collective_device)
+        self.broadcast([text])
+        return text.cpu().numpy().tobytes()
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
         """Start to copy the tensor of rank `source` to every rank, in place. Call what this returns before the tensor
