@@ -17,7 +17,7 @@ from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
 from laststep.config.schema import COMMAND, SCRIPT, Settings
-from laststep.rundir import aside
+from laststep.rundir import write_whole
 
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
 
@@ -87,9 +87,7 @@ class Config(Settings):
 
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path` atomically."""
-        temporary = aside(path)
-        temporary.write_text(self.to_yaml())
-        temporary.replace(path)
+        write_whole(path, self.to_yaml())
 
 
 def _with_script(config: Config) -> Config:

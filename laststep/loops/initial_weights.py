@@ -63,7 +63,7 @@ def apply_plan(plan: Plan, modules: Mapping[str, nn.Module], optimizers: Mapping
     """Give these objects what rank 0's plan says; what it lacks stays as it is. The others' plans do not count. A
     collective."""
     group.barrier(PATIENCE_S)
-    weights, states = json.loads(group.gather_bytes(plan.described().encode())[0])
+    weights, states = json.loads(group.broadcast_bytes(plan.described().encode()))
     for name, named in weights.items():
         targets, own = modules[name].state_dict(keep_vars=True), plan.weights.get(name, {})
         for key, what in named.items():

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from laststep.checkpoint.manager import CheckpointManager
 from laststep.config.errors import ConfigError
-from laststep.observe.progress import Progress
 from laststep.ranks.device import start_copy_to_host
 from laststep.ranks.group import Group, tree_sum
+from laststep.records.progress import Progress
 
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
 MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
@@ -248,7 +248,7 @@ class LoggedValues:
 
 def _from_rank_0(values: dict[str, Any], group: Group) -> dict[str, Any]:
     """Rank 0's values, on every rank. A collective."""
-    found: dict[str, Any] = json.loads(group.gather_bytes(json.dumps(values).encode())[0])
+    found: dict[str, Any] = json.loads(group.broadcast_bytes(json.dumps(values).encode()))
     return found
 
 

@@ -34,7 +34,7 @@ from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, r
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
 from laststep.records.submissions import read_submissions
-from laststep.rundir import RunDir, aside, fsync
+from laststep.rundir import RunDir, aside, fsync, write_whole
 
 
 def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:
@@ -398,9 +398,7 @@ def write_answer(path: Path, world: World, again: bool) -> None:
     if before and before.after == world.attempt:
         starts -= before.again
     answer = Answer(world.attempt, again, world.job_id, world.restart, starts + again)
-    temporary = aside(path)
-    temporary.write_text(json.dumps(answer._asdict()))
-    temporary.replace(path)
+    write_whole(path, json.dumps(answer._asdict()))
 
 
 def read_answer(path: Path) -> Answer | None:

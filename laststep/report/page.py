@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from laststep.config.ranking import Ranking
 from laststep.config.schema import READY_MADE
-from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord
+from laststep.records.progress import duration
 from laststep.records.submissions import SubmissionRecord
 from laststep.report.curves import Curve, Curves, Figure, colour, draw, legend
 from laststep.report.timeline import ShownAttempt, picture, steps, table, when

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple
 
-from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord, start_of
+from laststep.records.progress import duration
 
 Kind = Literal["running", "saving", "lost", "restarting", "queued", "stopped"]
 # The kinds of time spans, with their words in the legend.
