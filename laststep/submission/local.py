@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +28,12 @@ from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.schema import COMMAND
+from laststep.config.schema import COMMAND, Launch
+from laststep.ranks import slurm
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, die_with_parent, next_signal, session, started
-from laststep.ranks.slurm import SlurmError, own_nodes
+from laststep.ranks.slurm import ON_NODES, SHELL_WORDS, SlurmError, own_nodes
 from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
@@ -39,7 +41,6 @@ from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog, print_cause
-from laststep.submission import allocation
 from laststep.trainer import Trainer
 
 POLL_S = 0.05
@@ -48,13 +49,23 @@ REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
 # After one rank has ended, the others have this long to notice, to save their state and to exit.
 GRACE_S = 60.0
 REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
+# What an srun gives up after, once the first of its tasks has ended, see GRACE_S.
+WAIT_S = 60
+# In each task: it is a rank of --local, on one of these nodes. Slurm's other variables would contradict that.
+AS_LOCAL = (
+    f"export {ON_NODES}=1 SUBMITIT_LOCAL_GLOBALID=$SLURM_PROCID SUBMITIT_LOCAL_LOCALID=$SLURM_LOCALID "
+    "SUBMITIT_LOCAL_NODEID=$SLURM_NODEID; for name in ${!SLURM_*} ${!SRUN_*} " + SHELL_WORDS + "; do "
+    "case $name in SLURM_STEP_NODELIST|SLURM_LAUNCH_NODE_IPADDR) ;; *) unset $name;; esac; done; "
+    'unset name; exec "$@"'
+)
 
 
 class LocalRanks:
     """The ranks of a run on this machine, each with its supervisor, which starts it again after a fault.
 
     Where no rank is left to record the end, this does what the batch shell does in a job: it records the end, and
-    starts the supervisors again. The ranks write their logs themselves.
+    starts the supervisors again. The ranks write their logs themselves. In `laststep shell` they are on its nodes: one
+    srun starts all supervisors, and scancel signals them.
     """
 
     def __init__(self, config: Config, run: RunDir) -> None:
@@ -111,7 +122,7 @@ class LocalRanks:
         # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
         command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
         if self._nodes:
-            words = allocation.srun(launch, self._run, self.job_id, folder, command)
+            words = _srun(launch, self._run, self.job_id, folder, command)
             with self.logs[0].open("ab") as output:
                 self._ranks.append(started(partial(_popen, words, folder, common, output), FORK_S))
             return
@@ -181,16 +192,21 @@ class LocalRanks:
             _send(self._ranks, number)
 
     def _send_to_nodes(self, number: signal.Signals) -> None:
+        """Stop all ranks that srun has started, or kill them. For them SIGTERM is Slurm's: it ends the allocation."""
+        job = os.environ["SLURM_JOB_ID"]
         try:
-            began = allocation.send(self.job_id, number)
+            shown = slurm.command("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i %j").splitlines()
+            steps = [step.split()[0] for step in shown if step.split()[1:] == [self.job_id]]
+            for step in steps:
+                slurm.command("scancel", f"--signal={'KILL' if number == signal.SIGKILL else 'INT'}", step)
         except SlurmError as error:
             return _say(f"not signalled: {error}; press Ctrl-C again")
-        if not began or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
+        if not steps or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
             _send(self._ranks, signal.SIGTERM)
 
     def codes(self) -> list[int]:
         """Their exit statuses, once they have ended."""
-        return [allocation.exit_status(rank.returncode) if self._nodes else rank.returncode for rank in self._ranks]
+        return [_exit_status(rank.returncode) if self._nodes else rank.returncode for rank in self._ranks]
 
     def status(self) -> int:
         """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
@@ -344,6 +360,26 @@ def run_debug(config: Config) -> int:
         pdb.post_mortem()
         return 1
     return 0
+
+
+def _srun(launch: Launch, run: RunDir, job_id: str, folder: Path, supervisor: Sequence[str]) -> list[str]:
+    """The command that starts the supervisors of all ranks. It ends with the largest of their exit statuses."""
+    nodes, each = launch.node_counts[0], launch.ranks_per_node
+    ends_with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    return [
+        *ends_with_us,
+        *("srun", "--unbuffered", f"--job-name={job_id}", f"--nodes={nodes}", f"--ntasks={nodes * each}"),
+        *(f"--ntasks-per-node={each}", f"--cpus-per-task={launch.cpus_per_task}", "--distribution=block"),
+        # They know when to leave.
+        *("--kill-on-bad-exit=0", f"--wait={WAIT_S}", "--overlap", "--mem=0", f"--chdir={folder}"),
+        *(f"--output={run.logs}/{job_id}_%t_log.out", "--open-mode=append", *launch.srun),
+        *("bash", "-c", AS_LOCAL, "bash", *supervisor),
+    ]
+
+
+def _exit_status(code: int) -> int:
+    """The exit status of srun as that of the rank: negative for one that a signal killed. Those of a stop stay."""
+    return 128 - code if code > 128 and code - 128 not in STOP_SIGNALS else code
 
 
 def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
