@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from laststep import script
+from laststep import rooms, script
 from laststep.cli.parsers import (
     JOB_OPTIONS,
     LAUNCH_KEY,
@@ -19,14 +19,22 @@ from laststep.cli.parsers import (
     overrides_of,
     split,
 )
+from laststep.code import code_copy, uv
+from laststep.config.config import Config
 from laststep.config.errors import ConfigError
+from laststep.config.machine import Machine, Way
 from laststep.config.schema import COMMAND
+from laststep.ranks.slurm import is_job_id, show_job
+from laststep.records.attempt_record import AttemptRecord, users_line_in
+from laststep.records.plan import read_plan
+from laststep.records.submissions import read_submissions
+from laststep.rundir import RunDir
+from laststep.runs import run_config, run_folders
+from laststep.runs.run_folders import typed
+from laststep.runs.run_status import RunStatus, StatusReader, is_finished, records_of
 from laststep.say import command, note
 
-if TYPE_CHECKING:
-    from laststep.config.config import Config
-    from laststep.rundir import RunDir
-
+POLL_S = 10.0  # of --watch
 DESCRIPTION = """\
 Continue a run in a new job, from its newest intact checkpoint. A finished run
 is continued only to a later end: train.epochs=N or train.max_steps=N. Words
@@ -75,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_RUN)
     if args.watch:
         return _watch(args)
-    from laststep.code import code_copy
-    from laststep.config.machine import Machine, Way
-    from laststep.runs import run_config, run_folders, unanswered
+    from laststep.runs import unanswered
     from laststep.submission import submission
 
     way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
@@ -90,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if key == "launch.name" or not run_config.may_change(key):
             raise ConfigError(
                 f"{word}: a resumed run keeps its configuration, but for launch.* keys and a later end; start another "
-                f"run from this one: `{command(f'submit --from {run_folders.typed(folder)} {word}')}`"
+                f"run from this one: `{command(f'submit --from {typed(folder)} {word}')}`"
             )
     before = run_config.as_submitted(folder)
     words = [*overrides, *_more_words(before, args.passed_on)]
@@ -129,11 +135,6 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     Raises ConfigError where the run has failed in a file that has changed since: it would fail there again, or nobody
     would know with which code it has trained.
     """
-    from laststep.code import code_copy, uv
-    from laststep.records.attempt_record import users_line_in
-    from laststep.records.submissions import read_submissions
-    from laststep.runs.run_status import records_of
-
     if live and choice == "same":
         raise ConfigError("--code same: --local and --debug run the code as it is now; submit it to run its copy")
     changed, since = code_copy.changed_files(run, config), "the run was submitted"
@@ -159,10 +160,6 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
 
 def _watch(args: argparse.Namespace) -> int:
     """Resume the run each time that its job has ended; returns the exit status."""
-    from laststep.config.machine import Way
-    from laststep.runs import run_config, run_folders
-    from laststep.runs.watch import watch
-
     words = overrides_of(args, JOB_OPTIONS)
     if Way.of(args) is not Way.SLURM:
         raise ConfigError(
@@ -183,14 +180,62 @@ def _watch(args: argparse.Namespace) -> int:
         return 130
 
 
+def watch(run: RunDir, max_failures: int, resume: Callable[[], object], say: Callable[[str], None]) -> int:
+    """Resume a run each time that its job has ended before it, until it has ended for good; returns 0 if it has
+    finished, else 1. For clusters whose compute nodes cannot call scontrol, and so cannot requeue a job. All that a
+    watcher forgets when it is started again is how many jobs in a row have failed.
+
+    `resume` submits a job that continues the run. If it raises ConfigError, for example because Slurm refuses the job,
+    it is called again later. After more than `max_failures` jobs in a row that kept no step, the run is left alone.
+    """
+    reader, idle, ended, refusal = StatusReader(), 0, None, ""
+    while True:
+        (status,) = reader.read([run])
+        if status.state == "finished":
+            rooms.look_on(run)
+            return 0
+        if not status.alive:
+            records = records_of(run)
+            rooms.look_on(run)
+            if ended != status.job_id:
+                ended = status.job_id
+                idle = 0 if kept_step(records) > kept_step(r for r in records if r["job_id"] != ended) else idle + 1
+            why_not = why_ended(status, records)
+            if not why_not and idle > max_failures:
+                why_not = f"retry budget used up (launch.max_failures={max_failures})"
+            if why_not:
+                say(f"{run.name}: not resumed: {why_not}")
+                return 1
+            try:
+                resume()
+            except ConfigError as error:
+                if refusal != str(error):
+                    refusal = str(error)
+                    say(f"{refusal}; trying again every {POLL_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def why_ended(status: RunStatus, records: Sequence[AttemptRecord]) -> str:
+    """Why the run is not to be continued, now that its job has left the queue; empty if it is."""
+    if status.job_id is None or not is_job_id(status.job_id):
+        return "it was not submitted to Slurm"
+    # Slurm knows for some minutes how a job ended. The ranks on such a cluster cannot ask why they were signalled.
+    state = (show_job(status.job_id) or {}).get("JobState", "")
+    last = next((record for record in reversed(records) if record["job_id"] == status.job_id), None)
+    if state == "CANCELLED" or (last is not None and last["reason"] == "cancelled"):
+        return f"job {status.job_id} was cancelled"
+    if last is not None and last["reason"] in ("failed", "hung", "timeout") and not last["requeue"]:
+        return status.why or last["reason"]
+    return ""
+
+
+def kept_step(records: Iterable[AttemptRecord]) -> int:
+    """The last step that any attempt has kept."""
+    return max((record["end_step"] - record["lost_steps"] for record in records), default=0)
+
+
 def _says_finished(run: RunDir, config: Config) -> bool:
     """Whether the run has finished. If so, say that, and name the two ways to train on."""
-    from laststep.records.plan import read_plan
-    from laststep.records.submissions import read_submissions
-    from laststep.runs.run_config import longer
-    from laststep.runs.run_folders import typed
-    from laststep.runs.run_status import is_finished, records_of
-
     records, plan = records_of(run), read_plan(run.plan)
     if not is_finished(read_submissions(run.submissions), records):
         return False
@@ -201,7 +246,7 @@ def _says_finished(run: RunDir, config: Config) -> bool:
     step = records[-1]["end_step"]
     total = plan["total_steps"] if plan else None
     where = " --local" if records[-1]["job_id"].startswith("local-") else ""
-    more, name = longer(config.train, total), typed(run)
+    more, name = run_config.longer(config.train, total), typed(run)
     print(f"{run.name}: finished at {step} of {total or step}")
     print(f"extend {command(f'resume {name} {more}{where}')}")
     print(f"branch {command(f'submit --from {name} {more} optim.lr={config.optim.lr / 10:g}{where}')}")
@@ -210,9 +255,6 @@ def _says_finished(run: RunDir, config: Config) -> bool:
 
 def _resume_sweep(args: argparse.Namespace) -> int:
     """Continue the runs of a sweep one after the other; returns the largest exit status."""
-    from laststep.runs import run_folders
-    from laststep.runs.run_status import StatusReader
-
     if args.follow or args.debug or args.watch:
         raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow, --debug and --watch are for one")
     names, overrides = split([*([] if args.run is None else [args.run]), *args.overrides])
