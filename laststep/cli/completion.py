@@ -13,7 +13,7 @@ from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from laststep.cli.parsers import ANY_KEY, LAUNCH_KEY, ROOT_KEY, Parser
+from laststep.cli.parsers import ANY_KEY, LAUNCH_KEY, PATH_KEYS, ROOT_KEY, Parser
 from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.config import Config, config_names
 from laststep.config.keys import fields_of
@@ -21,7 +21,6 @@ from laststep.config.keys import fields_of
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
-PATHS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
 configurations, keys and their values."""
@@ -122,7 +121,7 @@ def _option_values(option: Action, word: str) -> Iterator[str]:
 def _runs(words: Sequence[str]) -> Iterator[str]:
     from laststep.runs import run_folders
 
-    root = run_folders.runs_root([word for word in words if word.startswith("launch.root=")])
+    root = run_folders.root_among(words)
     yield from (run.name for run in run_folders.all_runs(root))
 
 
@@ -153,5 +152,5 @@ def _key_values(key: str) -> Iterator[str]:
         from laststep.optim.names import optimizer_names
 
         yield from optimizer_names()
-    if key in PATHS:
+    if key in PATH_KEYS:
         yield FILES

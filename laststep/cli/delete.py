@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     """Declare what delete takes."""
     add_sweep(parser, "delete the runs of this sweep")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    add_runs(parser, nargs="*")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

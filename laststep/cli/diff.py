@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.cli.parsers import Parser
+from laststep.cli.parsers import ROOT_KEY, Parser
 from laststep.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("first", metavar="A", help="name or folder of a run")
     parser.add_argument("second", metavar="B", help="name or folder of another")
-    parser.add_argument("overrides", nargs="*", metavar="launch.root=FOLDER", help="the folder that holds all runs")
+    parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
 
 
 def run(args: argparse.Namespace) -> int:

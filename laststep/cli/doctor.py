@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check this machine and cluster, or with --nodes the nodes; returns the exit status."""
     # Any number of ranks will do: nothing is trained, so no batch must be divisible by it.
-    config = Config.read(None, overrides_of(args, OPTIONS), run_folders.site())
+    config = Config.read(None, overrides_of(args), run_folders.site())
     check_values(config)
     return _check_here(config) if args.nodes is None else _check_nodes(config)
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{word}: evaluate changes only data.*, train.batch_size and device; a run keeps the rest"
             )
-    root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(args.overrides)
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
     script.check_knows_us(checked, f"evaluate {folder.name}")

@@ -23,7 +23,6 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
-    add_script,
     config_of,
     overrides_of,
 )
@@ -93,7 +92,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
     add_overrides(parser)
-    add_script(parser)
+    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.minutes is not None and not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes {args.minutes:g}: must be positive, e.g. --minutes 5")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    words = overrides_of(args, NEW_RUN_OPTIONS)
+    words = overrides_of(args)
     config = Config.load(config_of(args, words), words, args.site or run_folders.site())
     with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
         config = _prepare(config, folder)

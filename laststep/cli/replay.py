@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _job_words(args: argparse.Namespace) -> list[str]:
     """The `launch` words of a job; none: the replay is on this machine. Raises ConfigError."""
-    words = overrides_of(args, JOB_OPTIONS)
+    words = overrides_of(args)
     args.overrides = [word for word in words if word.startswith("launch.root=")]
     words = [word for word in words if word not in args.overrides]
     for word in words:

@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import unanswered
     from laststep.submission import submission
 
-    way, overrides = Way.of(args), overrides_of(args, JOB_OPTIONS)
+    way, overrides = Way.of(args), overrides_of(args)
     if args.force and way is not Way.LOCAL:
         raise ConfigError("--force: needs --local; with Slurm, cancel the run's job before you resume it")
-    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(overrides)
     folder = run_folders.find_run_to_continue(args.run, root)
     for word in overrides:
         key = word.partition("=")[0]
@@ -160,14 +160,14 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
 
 def _watch(args: argparse.Namespace) -> int:
     """Resume the run each time that its job has ended; returns the exit status."""
-    words = overrides_of(args, JOB_OPTIONS)
+    words = overrides_of(args)
     if Way.of(args) is not Way.SLURM:
         raise ConfigError(
             f"--watch: submits jobs and prints no log; leave out --{Way.of(args).value.replace('_', '-')}"
         )
     if wrong := [word for word in words if not word.startswith("launch.")]:
         raise ConfigError(f"{wrong[0]}: --watch continues a run as it is; resume it once with this, then watch it")
-    folder = run_folders.find_run(args.run, run_folders.runs_root([w for w in words if w.startswith("launch.root=")]))
+    folder = run_folders.find_run(args.run, run_folders.root_among(words))
     once = argparse.Namespace(**{**vars(args), "watch": False})
 
     def say(text: str) -> None:
@@ -258,7 +258,7 @@ def _resume_sweep(args: argparse.Namespace) -> int:
     if args.follow or args.debug or args.watch:
         raise ConfigError(f"--sweep {args.sweep}: has several runs; --follow, --debug and --watch are for one")
     names, overrides = split([*([] if args.run is None else [args.run]), *args.overrides])
-    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(overrides)
     runs = run_folders.find_runs(names, root, args.sweep)
     worst = 0
     for folder, status in zip(runs, StatusReader().read(runs)):

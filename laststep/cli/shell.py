@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import run_folders
     from laststep.submission import machine_checks
 
-    words = overrides_of(args, JOB_OPTIONS)
+    words = overrides_of(args)
     if (own := own_nodes()) is not None:
         raise ConfigError(f"shell: this is the shell of job {own.job_id} already; `exit` gives its nodes back")
     source = args.config or (OWN_CONFIG if os.path.isfile(OWN_CONFIG) else None)

@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--watch", action="store_true", help="keep the table up to date; arrows scroll, q ends it")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
-    add_runs(parser, nargs="*")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
-    add_script,
     add_ways,
     config_of,
     overrides_of,
@@ -64,7 +63,7 @@ def add_arguments(parser: Parser) -> None:
         "throwaway folder",
     )
     add_overrides(parser)
-    add_script(parser)
+    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import run_folders, weights_source
     from laststep.submission import submission
 
-    way, overrides, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    way, overrides, begins = Way.of(args), overrides_of(args), None
     source: RunDir | None = None
     step: int | None = None
     if (nodes := own_nodes()) is not None:

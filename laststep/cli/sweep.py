@@ -13,7 +13,6 @@ from laststep.cli.parsers import (
     add_config,
     add_key_options,
     add_overrides,
-    add_script,
     config_of,
     overrides_of,
     stem_of,
@@ -44,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--local", action="store_true", help="run them on this machine, one after another")
     parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
     add_overrides(parser, help="set a configuration key, or give it several values")
-    add_script(parser)
+    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import run_folders
     from laststep.submission import submission, sweep
 
-    overrides = overrides_of(args, NEW_RUN_OPTIONS)
+    overrides = overrides_of(args)
     varied = [word for word in overrides if not word.startswith("script=") and sweep.has_several_values(word)]
     if not varied and not sweep.labels(args.passed_on):
         example = "--lr @1e-3,3e-4" if args.passed_on else "optim.lr=0.1,0.03 seed=0..4"

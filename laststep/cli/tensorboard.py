@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--host", metavar="NAME", help="the address to serve at (default: localhost)")
     parser.add_argument("--bind_all", action="store_true", help="let other machines connect")
     add_sweep(parser, "show the runs of this sweep")
-    add_runs(parser, nargs="*")
+    add_runs(parser)
     parser.passes_on = True
 
 

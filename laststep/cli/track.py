@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.cli.parsers import ROOT_KEY, Parser, named_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.say import counted, note
@@ -28,8 +28,7 @@ now, this leaves to it."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what track takes."""
-    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
+    add_run(parser)
     parser.add_argument("--follow", action="store_true", help="keep sending until the run has ended, or Ctrl-C")
     parser.add_argument("--weights", action="store_true", help="send the newest checkpoint's weights as well")
     parser.add_argument("--json", action="store_true", help="print how far each tracker is, as a JSON list")

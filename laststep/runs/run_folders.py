@@ -215,6 +215,11 @@ def runs_root(overrides: Sequence[str]) -> str:
     return Config.load(None, overrides, profile).launch.root
 
 
+def root_among(words: Iterable[str]) -> str:
+    """`runs_root`, from `key=value` words that may set other keys, too."""
+    return runs_root([word for word in words if word.startswith("launch.root=")])
+
+
 def typed(run: RunDir) -> str:
     """The run as a command typed in the current folder names it: by its name, or by its path where the name alone
     would not find it."""

@@ -37,7 +37,7 @@ TRIES = 5  # a run that is training may delete the checkpoint that is being copi
 
 def find_source(name: str, overrides: Sequence[str]) -> tuple[RunDir, int | None]:
     """The run to branch off, by its name or folder, and the step behind an `@`, if any. Raises ConfigError."""
-    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(overrides)
     of, _, step = name.rpartition("@")
     if of and step.isdecimal():
         return run_folders.find_run(of, root), int(step)
