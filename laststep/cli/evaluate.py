@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from laststep.attempt import user_error
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.ranks.fault import ONE_LINE
@@ -105,7 +104,7 @@ def _checked(run: RunDir, words: Sequence[str]) -> Config:
     """The run's configuration with these words, without the options of its jobs. Raises ConfigError."""
     config = run_config.as_submitted(run, words)
     fewest = sizes_for(config.train.shares)[0] if config.train.shares else None  # here one rank can compute any number
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}, tasks_per_node=fewest))
+    config = with_launch(config, slurm={}, tasks_per_node=fewest)
     validate(config)
     return config
 

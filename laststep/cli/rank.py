@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import shlex
@@ -20,7 +19,7 @@ from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
 from laststep.cli.verbs import VERBS
 from laststep.config import secret
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
@@ -103,13 +102,12 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
     stem = stem_of(source, config)
     if config.launch.name is None and world.launcher != "python":
         # All ranks, and the same job after a requeue, arrive at this name.
-        named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
-        config = dataclasses.replace(config, launch=named)
+        config = with_launch(config, name=f"{stem}-{world.job_id}")
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
     if world.rank == 0:
         say(submission.what_trains(config, source))
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    run = run_folders.folder_of(config)
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:
         run_folders.create(config, given_by(machine))

@@ -24,7 +24,7 @@ from submitit.core.utils import pickle_load
 
 from laststep.attempt.preflight import Finding, Preflight, checks_of, product_error
 from laststep.code import code_copy
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import FreshView
 from laststep.ranks.launchers import detect_world
@@ -276,8 +276,7 @@ class RollCall:
     def __init__(self, config: Config) -> None:
         """Submit the job. Raises ConfigError when that fails, and then leaves nothing behind."""
         root = Path(os.path.expanduser(config.launch.root)).absolute()
-        launch = replace(config.launch, root=str(root), time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S)
-        config = replace(config, launch=launch)
+        config = with_launch(config, root=str(root), time_min=LIMIT_MIN, signal_delay_s=SIGNAL_S)
         try:
             root.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
@@ -293,7 +292,7 @@ class RollCall:
             self.remove()
             raise
         self.job_id = str(self._job.job_id)
-        self.size = launch.world_size  # number of ranks
+        self.size = config.launch.world_size  # number of ranks
         self.greetings: dict[int, Greeting] = {}  # by rank
         self.errors: dict[int, str] = {}  # by rank
 

@@ -17,12 +17,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from laststep.config import checks
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.ranks import slurm
 from laststep.ranks.slurm import (
@@ -637,7 +637,7 @@ def _changes(config: Config) -> dict[str, tuple[str, ...]]:
     for nodes in dict.fromkeys((fewest // 2, 1)):
         with contextlib.suppress(ConfigError):
             if 0 < nodes < fewest:
-                checks.validate(replace(config, launch=replace(launch, nodes=nodes)))
+                checks.validate(with_launch(config, nodes=nodes))
                 changes[f"--nodes {nodes}"] = (f"--nodes={nodes + launch.spare_nodes}",)
     for minutes in (launch.time_min // 2, launch.time_min // 8):
         if 60 * minutes > 2 * launch.signal_delay_s:

@@ -340,7 +340,7 @@ def train_here(config: Config, run: RunDir) -> str | None:
 def run_debug(config: Config) -> int:
     """Run one rank in this process; an error opens the post-mortem debugger where it was raised. Returns the exit
     status."""
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    run = run_folders.folder_of(config)
     folder = run_folders.working_folder(run)
     run_folders.record_submission(run, detect_world().job_id)
     os.chdir(folder)

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -30,7 +29,7 @@ from laststep import compat, say, script
 from laststep.code import uv
 from laststep.code.code_copy import origin_of, python_path, script_in
 from laststep.config.checks import nodes_for
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.job import nodes
@@ -81,8 +80,7 @@ def run_executor(config: Config, run: RunDir, tag: str = "", link: Link | None =
     if link is not None:
         first = [*first, *_in_chain(run, config.launch, link.chain)]
     if link is not None and link.after is not None:  # what the user had the first job wait for is over then
-        slurm = {**config.launch.slurm, "dependency": f"afterany:{link.after}"}
-        config = replace(config, launch=replace(config.launch, slurm=slurm))
+        config = with_launch(config, slurm={**config.launch.slurm, "dependency": f"afterany:{link.after}"})
     executor = job_executor(config, run, first=first, last=last, srun_args=srun_args, options=options, tag=tag)
     executor.python += " -u -m laststep.job.supervisor"  # which starts the rank
     if exclude := nodes.excluded_at_submission(run, config.launch):

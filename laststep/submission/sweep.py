@@ -141,7 +141,7 @@ class Submitted(NamedTuple):
 def plan(config: Config, changes: Sequence[Change]) -> dict[str, tuple[Config, str]]:
     """The configuration of each run of the sweep `config.launch.name`, and its text, by the run's name. Raises
     ConfigError for one that cannot work."""
-    sweep = RunDir(Path(config.launch.root) / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     if sweep.config.exists():
         raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
     names = [_name(sweep, change) for change in changes]
@@ -173,7 +173,7 @@ def submit_missing(
     """
     planned = plan(config, changes)
     root, names = Path(config.launch.root), list(planned)
-    sweep = RunDir(root / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     existing, missing = _existing_and_missing(root, planned)
     if not missing:
         return Submitted(None, [], len(names))
@@ -229,7 +229,7 @@ def run_here(
     """
     planned = plan(config, changes)
     root, typed = Path(config.launch.root), dict(zip(planned, changes))
-    sweep = RunDir(root / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     existing, missing = _existing_and_missing(root, planned)
     print(
         f"sweep  {sweep.name}: {counted(len(planned), 'run')}, {len(missing)} to do, one after another on this machine"
