@@ -14,6 +14,13 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
 
 
+def put(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old one or all of the new one. Raises OSError."""
+    temporary = aside(path)
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
 def fsync(path: Path) -> None:
     """Make a file's contents, or the names in a folder, survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

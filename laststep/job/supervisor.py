@@ -69,7 +69,7 @@ from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
 from laststep.records.retry import FAILURES
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, put
 from laststep.runs import run_config
 from laststep.runs.unanswered import complete_in_job
 from laststep.say import flush_output, say
@@ -254,7 +254,7 @@ class Supervisor:
 
         def say_gone() -> None:
             make_folder(folder)
-            _write(gone_file(folder, self._world.rank), str(status))
+            put(gone_file(folder, self._world.rank), str(status))
 
         self._persist(say_gone)
         seen: tuple[int, ...] = ()
@@ -365,13 +365,6 @@ class Supervisor:
                 self._ends |= found in ENDING
                 self._pending.append(found)
             found = next_signal(HELD, 0)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file, at once for any reader."""
-    temporary = aside(path)
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _begin_rank() -> None:

@@ -23,7 +23,6 @@ from laststep.proof.differences import (
     changed_numbers,
     differences_of,
     differs_by_rank,
-    first_difference,
     first_of,
     rule_of,
     unsteady,
@@ -144,8 +143,8 @@ class Prover:
             self._found("not exact", difference, "rank")
         elif name == AGAIN:
             self.proof.ignored = unsteady(self.proof.runs[UNDISTURBED], probed)
-            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self._ignored):
-                self._found("not deterministic", difference, "not deterministic")
+            if differences := differences_of(self.proof.runs[UNDISTURBED], probed, self._ignored):
+                self._found("not deterministic", first_of(differences), "not deterministic")
         return probed
 
     @property

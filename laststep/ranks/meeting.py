@@ -28,7 +28,7 @@ from laststep.ranks.fault import MeetingError
 from laststep.ranks.process import run_time
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World, hostname
-from laststep.rundir import aside
+from laststep.rundir import put
 from laststep.say import say
 
 UNSEALED_POLL_S = 0.1  # between two looks at a key that holds a value without the seal
@@ -263,9 +263,7 @@ def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelt
 
     def publish() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = aside(file)
-        temporary.write_text(text)
-        temporary.replace(file)
+        put(file, text)
 
     Patience(PUBLISH_S, say).insist(publish)
     return StoreConnection(store, f"{hosts[0]}:{store.port}", address_file=file)
