@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laststep.cli.parsers import ROOT_KEY, Parser
@@ -36,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare; returns the exit status. Raises ConfigError."""
-    from laststep.cli.replay import _folder
     from laststep.replay import parting
     from laststep.runs import run_folders
+    from laststep.submission.sbatch import throwaway_folder
 
     root = run_folders.runs_root(args.overrides)
     first, second = (run_folders.find_run(name, root) for name in (args.first, args.second))
@@ -50,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         print(line, file=say, flush=True)
     if found.recorded is not None and not args.records:
         print(f"again  both from step {found.known_same + 1} to {found.recorded} ...", file=say, flush=True)
-        with _folder(None) as folder:
+        with throwaway_folder("diff") as folder:
             try:
-                parting.find(found, first, second, Path(folder))
+                parting.find(found, first, second, folder)
             except RuntimeError as error:
                 print(f"failed {error}", file=sys.stderr)
                 return 1

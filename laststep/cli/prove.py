@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -98,6 +97,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the runs and print what they show; returns 0 when the script is exact, else 1. Raises ConfigError."""
     from laststep.submission.local import train_here
+    from laststep.submission.sbatch import throwaway_folder
 
     if args.steps is not None and args.steps < LEAST_STEPS:
         raise ConfigError(f"--steps {args.steps}: must be at least {LEAST_STEPS}")
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     words = overrides_of(args)
     config = Config.load(config_of(args, words), words, args.site or run_folders.site())
-    with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
+    with throwaway_folder("prove") as folder, _in_a_copy(config, folder) as (config, copy):
         config = _prepare(config, folder)
         script.check_knows_us(config, "prove")
         ranks = config.launch.world_size
@@ -133,10 +133,11 @@ def smoke(config: Config, machine: Machine) -> int:
     when the script fails. Raises ConfigError."""
     from laststep.submission import submission
     from laststep.submission.local import train_here
+    from laststep.submission.sbatch import throwaway_folder
 
     began = time.monotonic()
-    with _removed_at_the_end() as folder, _in_a_copy(config, folder) as (config, copy):
-        launch = dataclasses.replace(config.launch, root=folder, name="smoke", max_restarts=0, max_failures=0)
+    with throwaway_folder("prove") as folder, _in_a_copy(config, folder) as (config, copy):
+        launch = dataclasses.replace(config.launch, root=str(folder), name="smoke", max_restarts=0, max_failures=0)
         train = dataclasses.replace(config.train, max_steps=min(config.train.max_steps or SMOKE_STEPS, SMOKE_STEPS))
         config = submission.ready(dataclasses.replace(config, launch=launch, train=train), machine)
         script.check_knows_us(config, "--smoke")
@@ -165,11 +166,11 @@ def _length(steps: int | None) -> str:
     return "20 to 100 steps (--steps N)" if steps is None else counted(steps, "step")
 
 
-def _prepare(config: Config, folder: str) -> Config:
+def _prepare(config: Config, folder: Path) -> Config:
     """The configuration as the runs use it: in `folder`, with two ranks where it names no number."""
     from laststep.submission import submission
 
-    launch = dataclasses.replace(config.launch, root=folder, name="prove", max_restarts=0)
+    launch = dataclasses.replace(config.launch, root=str(folder), name="prove", max_restarts=0)
     one_gpu = config.device != "cpu" and count_gpus() == 1
     if launch.world_size == 1 and launch.tasks_per_node is None and not launch.gpus and not one_gpu:
         launch = dataclasses.replace(launch, tasks_per_node=2)
@@ -177,24 +178,12 @@ def _prepare(config: Config, folder: str) -> Config:
 
 
 @contextlib.contextmanager
-def _in_a_copy(config: Config, folder: str) -> Iterator[tuple[Config, ProjectCopy]]:
+def _in_a_copy(config: Config, folder: Path) -> Iterator[tuple[Config, ProjectCopy]]:
     """Work in a copy of the project in this folder; with the configuration for that."""
-    (place := Path(folder, "project")).mkdir()
+    (place := folder / "project").mkdir()
     copy = ProjectCopy(config, place)
     with copy.entered(config) as config:
         yield config, copy
-
-
-@contextlib.contextmanager
-def _removed_at_the_end() -> Iterator[str]:
-    """A folder that is removed however the command ends."""
-    from laststep.submission.sbatch import ended_by_signals
-
-    with (
-        ended_by_signals(),
-        tempfile.TemporaryDirectory(prefix="laststep-prove-", ignore_cleanup_errors=True) as folder,
-    ):
-        yield folder
 
 
 # -- what a proof has found, in words and as JSON; no line is wider than a terminal ------------------------------------

@@ -350,57 +350,64 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
 
     `source`: see `what_trains`; None for the run's own. `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
     """
-    launch = config.launch
     what = what_trains(config, source or short(run.config))
     if way in (Way.DEBUG, Way.LOCAL):
-        from laststep.submission import local  # which takes a while to import, as `follow` does
-
         note(what, sys.stdout, indent=7)
-        if way is Way.DEBUG:
-            status = local.run_debug(config)
-        else:
-            nodes = own_nodes()
-            where = f"{counted(launch.node_counts[0], 'node')} of job {nodes.job_id}" if nodes else "this machine"
-            ranks = f"ranks  {launch.world_size} on {where}"
-            print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
-            status = local.run_local(config, run)
-        if status == 0:
-            _print_result(run)
-        elif status == 1 and way is Way.DEBUG:
-            from laststep.runs.run_logs import print_cause
-
-            print_cause(run)
-        elif status > 128:
-            note(f"[laststep] {_how_far(run)}", sys.stdout)
-            print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
-        return status
-    from laststep.runs.run_status import StatusReader
-
+        return _start_here(config, run, way)
     before = len(read_submissions(run.submissions))
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
     note(what, sys.stdout, indent=7)
-    print(f"run    {run.name}")
-    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
-    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
-    behind = len(read_submissions(run.submissions)) - before - 1
-    print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
-    print(f"folder {short(run.path)}")
-    print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
-    name = typed(run)
-    for verb in ("logs -f", "status", "cancel"):
-        print(f"next   {command(f'{verb} {name}')}", flush=True)
-    if warning := pending.may_never_start(*StatusReader().read([run])):
-        note(f"[laststep] WARNING: {warning}")
-    elif ahead := pending.reserved_ahead(config):
-        note(f"[laststep] {ahead}")
+    _print_job(config, run, job, behind=len(read_submissions(run.submissions)) - before - 1)
     if way is not Way.FOLLOW:
         return 0
-    from laststep.runs.run_logs import follow
+    from laststep.runs.run_logs import follow  # which takes a while to import, as `local` does
 
     status = follow(run, job.task(0))  # type: ignore[arg-type]
     if status == 0:
         _print_result(run)
     return status
+
+
+def _start_here(config: Config, run: RunDir, way: Way) -> int:
+    """`start` for --local and --debug."""
+    from laststep.runs.run_logs import print_cause
+    from laststep.submission import local
+
+    if way is Way.DEBUG:
+        status = local.run_debug(config)
+    else:
+        nodes = own_nodes()
+        where = f"{counted(config.launch.node_counts[0], 'node')} of job {nodes.job_id}" if nodes else "this machine"
+        ranks = f"ranks  {config.launch.world_size} on {where}"
+        print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
+        status = local.run_local(config, run)
+    if status == 0:
+        _print_result(run)
+    elif status == 1 and way is Way.DEBUG:
+        print_cause(run)
+    elif status > 128:
+        note(f"[laststep] {_how_far(run)}", sys.stdout)
+        print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
+    return status
+
+
+def _print_job(config: Config, run: RunDir, job: SlurmJob[dict[str, float]], behind: int) -> None:
+    """What was submitted, with this many jobs of its chain behind it, what to type next, and why it may wait long."""
+    from laststep.runs.run_status import StatusReader
+
+    launch = config.launch
+    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
+    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
+    print(f"run    {run.name}")
+    print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
+    print(f"folder {short(run.path)}")
+    print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
+    for verb in ("logs -f", "status", "cancel"):
+        print(f"next   {command(f'{verb} {typed(run)}')}", flush=True)
+    if warning := pending.may_never_start(*StatusReader().read([run])):
+        note(f"[laststep] WARNING: {warning}")
+    elif ahead := pending.reserved_ahead(config):
+        note(f"[laststep] {ahead}")
 
 
 def _print_result(run: RunDir) -> None:
