@@ -152,6 +152,14 @@ def add_overrides(parser: Parser, help: str = "set a configuration key") -> None
     parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help=help)
 
 
+def add_new_run(parser: Parser, help: str = "set a configuration key") -> None:
+    """The configuration of a new run, by files, options and words, and a script in place of a task."""
+    add_config(parser)
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    add_overrides(parser, help)
+    parser.takes_script = True
+
+
 def add_run(parser: Parser) -> None:
     """The run that a verb is about, and where to find it."""
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")

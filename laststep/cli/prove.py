@@ -16,19 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from laststep import script
-from laststep.cli.parsers import (
-    NEW_RUN_OPTIONS,
-    Parser,
-    add_config,
-    add_key_options,
-    add_overrides,
-    config_of,
-    overrides_of,
-)
+from laststep.cli.parsers import Parser, add_new_run, config_of, overrides_of
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
-from laststep.proof.differences import MOST_NAMES, RULES, Difference, Number, fix_of, iterators_of, variables_of
+from laststep.proof.differences import RULES, Difference, Number, fix_of, iterators_of, variables_of
 from laststep.proof.project_copy import ProjectCopy
 from laststep.proof.runs import (
     AGAIN,
@@ -46,7 +38,7 @@ from laststep.proof.runs import (
 )
 from laststep.records.attempt_record import reason_in, users_line_in
 from laststep.runs import run_folders
-from laststep.say import counted
+from laststep.say import counted, listed
 from laststep.submission.machine_checks import count_gpus
 
 DESCRIPTION = """\
@@ -68,8 +60,7 @@ Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
 
 def add_arguments(parser: Parser) -> None:
     """Declare what prove takes."""
-    add_config(parser)
-    add_key_options(parser, NEW_RUN_OPTIONS)
+    add_new_run(parser)
     parser.add_argument(
         "--steps",
         type=int,
@@ -90,8 +81,6 @@ def add_arguments(parser: Parser) -> None:
         help="a metric or a registered value that may differ, or a pattern of names; again for more",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
-    add_overrides(parser)
-    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"time   about {args.minutes:g} min, if four starts of the ranks fit")
         say(f"folder {folder}, removed at the end; the script works in a copy of yours")
         if copy.linked:
-            say(textwrap.fill(f"links  {listed(copy.linked)}: too large to copy, the script sees yours", 80))
+            say(textwrap.fill(f"links  {_listed(copy.linked)}: too large to copy, the script sees yours", 80))
         report = lambda attempt: say(line_of(attempt))  # noqa: E731
         prover = Prover(config, args.steps, train_here, report, args.ignore, args.minutes)
         proof = prover.prove()
@@ -189,6 +178,7 @@ def _in_a_copy(config: Config, folder: Path) -> Iterator[tuple[Config, ProjectCo
 # -- what a proof has found, in words and as JSON; no line is wider than a terminal ------------------------------------
 
 WIDTH, LABEL = 80, 10  # of a line, and of the word that begins it
+_listed = functools.partial(listed, most=6)
 
 
 def line_of(attempt: Attempt) -> str:
@@ -228,7 +218,7 @@ def summary(proof: Proof) -> list[str]:
         return ["EXACT", *_compared(proof), *_numbers(proof.numbers)]
     headline = proof.verdict.upper()
     if proof.beside:
-        differ = f"{listed(proof.beside)} {'differ' if len(proof.beside) > 1 else 'differs'}"
+        differ = f"{_listed(proof.beside)} {'differ' if len(proof.beside) > 1 else 'differs'}"
         headline = textwrap.fill(f"{headline}: weights and inputs exact; {differ}", WIDTH, break_long_words=False)
     return [headline, *_parting(proof, proof.difference), *_numbers(proof.numbers)]
 
@@ -238,12 +228,12 @@ def _numbers(numbers: Sequence[Number]) -> Iterator[str]:
     if not numbers:
         return
     shown = [f"{one.name} ({one.found} instead of {one.expected} in step {one.step})" for one in numbers]
-    yield from _field("numbers", f"not registered, and another number after a resume: {listed(shown)}")
+    yield from _field("numbers", f"not registered, and another number after a resume: {_listed(shown)}")
     counters = [one.name for one in numbers if one.counts]
     if len(counters) < len(numbers):
         yield from _field("fix", "If they matter, keep them in a dict and register it: run.restore(..., best=best).")
     if counters:
-        yield from _field("fix", f"{listed(counters)}: count with run.step, which a resume does not change.")
+        yield from _field("fix", f"{_listed(counters)}: count with run.step, which a resume does not change.")
 
 
 def _compared(proof: Proof) -> Iterator[str]:
@@ -264,10 +254,10 @@ def _compared(proof: Proof) -> Iterator[str]:
         f"{counted(len(expected.metrics), 'line')} of metrics",
     )
     if proof.ignored:
-        names = listed(sorted(proof.ignored))
+        names = _listed(sorted(proof.ignored))
         yield from _field("left out", f"values that differ even between the undisturbed runs: {names}")
     if proof.left_out:
-        yield from _field("left out", f"by --ignore: {listed(proof.left_out)}")
+        yield from _field("left out", f"by --ignore: {_listed(proof.left_out)}")
     if proof.spared:
         yield from _field("spared", f"{counted(proof.spared, 'stop')} for which --minutes left no time")
     if not proof.spared and (missing := missing_kinds(places)):
@@ -281,11 +271,11 @@ def _parting(proof: Proof, difference: Difference) -> Iterator[str]:
     assert proof.rule is not None
     yield from _field("first", _first(proof, difference))
     if names := _state_names(proof, difference):
-        yield from _field("values", listed(names))
+        yield from _field("values", _listed(names))
     rule = RULES[proof.rule]
     yield from _field("rule", f"{rule.finding}.")
     if variables := _variables(proof, difference):
-        yield from _field("variables", f"not registered: {listed(variables)}")
+        yield from _field("variables", f"not registered: {_listed(variables)}")
     yield from _field("fix", fix_of(proof.rule, proof.runs[UNDISTURBED]))
 
 
@@ -299,10 +289,10 @@ def _first(proof: Proof, difference: Difference) -> str:
         "missing": "one of the runs ends before it",
         "batch": f"another batch {rank}",
         "inputs": f"another input of the model {rank}",
-        "metrics": f"other metrics: {listed(difference.names)}",
+        "metrics": f"other metrics: {_listed(difference.names)}",
         "state": f"other registered state {rank}",
         "beside": f"other registered values {rank}",
-        "epoch": f"another line of its epoch: {listed(difference.names)}",
+        "epoch": f"another line of its epoch: {_listed(difference.names)}",
     }[difference.what]
     lines = proof.runs[name].of(difference.rank, difference.attempt)
     resumed = name == DISTURBED and difference.attempt and lines and lines[0]["step"] == step
@@ -334,7 +324,7 @@ def _variables(proof: Proof, difference: Difference) -> list[str]:
 
 def outside(written: Sequence[str]) -> list[str]:
     """The files of the user's own that the script has written, or that somebody else has meanwhile."""
-    return _field("outside", f"changed meanwhile, outside of the copy: {listed(written)}") if written else []
+    return _field("outside", f"changed meanwhile, outside of the copy: {_listed(written)}") if written else []
 
 
 def as_json(proof: Proof, ranks: int, seed: int) -> dict[str, Any]:
@@ -384,12 +374,6 @@ def _field(label: str, text: str) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL, break_long_words=False
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of these names, and how many there are beyond them."""
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _joined(words: Sequence[str], last: str) -> str:

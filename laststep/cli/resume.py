@@ -32,7 +32,7 @@ from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
 from laststep.runs.run_folders import typed
 from laststep.runs.run_status import RunStatus, StatusReader, is_finished, records_of
-from laststep.say import command, note
+from laststep.say import command, listed, note
 
 POLL_S = 10.0  # of --watch
 DESCRIPTION = """\
@@ -140,14 +140,13 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
     changed, since = code_copy.changed_files(run, config), "the run was submitted"
     if live and not run.code.exists() and (started := read_submissions(run.submissions)):
         changed, since = code_copy.edited_files(run, config, started[-1]["time"]), "the run was last started"
-    named = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     if choice == "new" and not live and not dry_run:
         code_copy.replace_copy(run)
         uv.forget(run)
     if not changed:
         return
     if live or choice == "new":
-        return note(f"code   as it is now; changed since {since}: {named}", sys.stdout, indent=7)
+        return note(f"code   as it is now; changed since {since}: {listed(changed)}", sys.stdout, indent=7)
     failed = [record for record in records_of(run)[-1:] if record["reason"] == "failed"]
     line = users_line_in(failed[0]["error"]) if failed else ""
     if choice is None and line and line.partition(", ")[0] in {path.rpartition("/")[2] for path in changed}:
@@ -155,7 +154,7 @@ def _choose_code(run: RunDir, config: Config, choice: str | None, live: bool, dr
             f"{run.name}: failed in {line}, and that file has changed since: --code new takes the repository as it is "
             "now, --code same what the run has trained with"
         )
-    note(f"code   as submitted; changed since: {named} (--code new takes that)", sys.stdout, indent=7)
+    note(f"code   as submitted; changed since: {listed(changed)} (--code new takes that)", sys.stdout, indent=7)
 
 
 def _watch(args: argparse.Namespace) -> int:

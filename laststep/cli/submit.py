@@ -6,17 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from laststep import __version__, rooms
-from laststep.cli.parsers import (
-    NEW_RUN_OPTIONS,
-    Parser,
-    add_config,
-    add_key_options,
-    add_overrides,
-    add_ways,
-    config_of,
-    overrides_of,
-    stem_of,
-)
+from laststep.cli.parsers import Parser, add_new_run, add_ways, config_of, overrides_of, stem_of
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
 from laststep.say import note
@@ -45,7 +35,7 @@ wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 def add_arguments(parser: Parser) -> None:
     """Declare what submit takes."""
     parser.add_argument("--version", action="version", version=f"laststep {__version__}", help="print the version")
-    add_config(parser)
+    add_new_run(parser)
     parser.add_argument(
         "--from",
         dest="source",
@@ -54,7 +44,6 @@ def add_arguments(parser: Parser) -> None:
         "@STEP: after that step, which is done again here where it has no checkpoint; "
         "or a file or folder: begin with the weights and the optimiser that another tool has saved there",
     )
-    add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
     parser.add_argument(
         "--smoke",
@@ -62,8 +51,6 @@ def add_arguments(parser: Parser) -> None:
         help="only see whether it works, in seconds: some steps, a save, a resume and a validation, here, in a "
         "throwaway folder",
     )
-    add_overrides(parser)
-    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,16 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from laststep.cli.parsers import (
-    NEW_RUN_OPTIONS,
-    Parser,
-    add_config,
-    add_key_options,
-    add_overrides,
-    config_of,
-    overrides_of,
-    stem_of,
-)
+from laststep.cli.parsers import Parser, add_new_run, config_of, overrides_of, stem_of
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.say import command, counted, note
@@ -44,13 +35,10 @@ Of a script's own words, those marked by @ vary; all others stay as they are:
 
 def add_arguments(parser: Parser) -> None:
     """Declare what sweep takes."""
-    add_config(parser)
-    add_key_options(parser, NEW_RUN_OPTIONS)
+    add_new_run(parser, help="set a configuration key, or give it several values")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and the sbatch script; start nothing")
     parser.add_argument("--local", action="store_true", help="run them on this machine, one after another")
     parser.add_argument("--parallel", type=int, metavar="K", help="run at most K at a time (default: all)")
-    add_overrides(parser, help="set a configuration key, or give it several values")
-    parser.takes_script = True
 
 
 def run(args: argparse.Namespace) -> int:

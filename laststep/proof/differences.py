@@ -217,7 +217,6 @@ KEPT = {
     "lightning": "on_save_checkpoint and on_load_checkpoint, or the state_dict of a callback",
     "transformers": "a callback that is an ExportableState",
 }
-MOST_NAMES = 6
 
 
 def fix_of(rule: RuleName, probed: Probed) -> str:

@@ -40,14 +40,13 @@ from laststep.ranks.slurm import (
 )
 from laststep.rundir import RunDir
 from laststep.runs.run_status import RunStatus
-from laststep.say import counted
+from laststep.say import counted, listed
 
 UNLIMITED = "UNLIMITED"
 NO_ANSWER = (SlurmError, OSError, ValueError, KeyError, IndexError, AttributeError)  # none, or one that we cannot read
 TEST_S = 20.0  # how long `sbatch --test-only` may take
 SOONER_S = 60.0  # a start that is not this much earlier is no reason to change a job
 UNKNOWN_AFTER_S = 365 * 86400.0  # where a job without a limit waits ahead, Slurm 22.05 answers with a year like 2537
-SHOWN = 3  # jobs, nodes or partitions that a sentence names
 # Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
 MAY_NEVER_START = re.compile(
     r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
@@ -196,11 +195,6 @@ def _amount(resource: str, number: float) -> str:
     return counted(round(number), names.get(resource, resource.removeprefix("gres/")))
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _needs(job: Job) -> int:
     """The fewest nodes with which the job starts."""
     return int(job.get("NumNodes", "1").partition("-")[0])
@@ -265,7 +259,7 @@ def _resources(job: Job, _: re.Match[str]) -> str:
         text += ", but not for as long, or not with as much, as it asks for"
     if out := _out(states):
         text += f"; out of service: {out}"
-    return text + (f"; the first to end: {_listed([one.named() for one in running])}" if running else "")
+    return text + (f"; the first to end: {listed([one.named() for one in running])}" if running else "")
 
 
 def _states(partition: str) -> dict[str, tuple[str, str]]:
@@ -281,7 +275,7 @@ def _states(partition: str) -> dict[str, tuple[str, str]]:
 def _out(states: Mapping[str, tuple[str, str]]) -> str:
     """The nodes that cannot start a job, each with what was written down about it."""
     out = {node: why for node, why in states.items() if UNFIT.search(why[0].upper())}
-    return _listed([f"{node} is {state}{f' ({reason})' if reason else ''}" for node, (state, reason) in out.items()])
+    return listed([f"{node} is {state}{f' ({reason})' if reason else ''}" for node, (state, reason) in out.items()])
 
 
 def _unavailable(job: Job, _: re.Match[str]) -> str:
@@ -312,7 +306,7 @@ def _dependency(job: Job, _: re.Match[str]) -> str:
             ends = unix_time(found.get("EndTime", ""))
             until = f" until {clock(ends)} at the latest" if found["JobState"] == "RUNNING" and ends < NEVER else ""
             waits.append(f"job {other} is {found['JobState']}{until} ({kind})")
-    return _listed(waits)
+    return listed(waits)
 
 
 def _never_satisfied(job: Job, _: re.Match[str]) -> str:
@@ -409,7 +403,7 @@ def _limit(job: Job, match: re.Match[str]) -> str:
     key = "node" if resource == "job" else resource
     held = [one.named(key) for one in running if resource == "job" or one.amounts.get(key)]
     asks = "" if resource == "job" else f", it asks for {_amount(resource, own)}"
-    return f"{limit} at a time, {found.used:g} in use{asks}" + (f"; held by {_listed(held)}" if held else "")
+    return f"{limit} at a time, {found.used:g} in use{asks}" + (f"; held by {listed(held)}" if held else "")
 
 
 def _asked(job: Job) -> dict[str, float]:
