@@ -13,6 +13,7 @@ from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from laststep import compat
 from laststep.cli.parsers import ANY_KEY, LAUNCH_KEY, PATH_KEYS, ROOT_KEY, Parser
 from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.config import Config, config_names
@@ -67,7 +68,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
     elif not before:
         yield from VERBS
     parser = VERBS[verb].parser()
-    options = parser.options()
+    options = compat.options_of(parser)
     name, equals, value = word.partition("=")
     if before and _takes_value(options.get(before[-1])):
         yield from _option_values(options[before[-1]], word)
@@ -78,7 +79,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
         yield from options
     else:
         has_run = any(_names(before, options))
-        for action in parser.positionals():
+        for action in compat.positionals_of(parser):
             yield from action.choices or ()
             if action.metavar == "VERB":
                 yield from VERBS

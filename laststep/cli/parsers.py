@@ -54,21 +54,15 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def options(self) -> dict[str, argparse.Action]:
-        """Each option as it is typed."""
-        return compat.options_of(self)
-
-    def positionals(self) -> list[argparse.Action]:
-        """The arguments that are not options, in order."""
-        return compat.positionals_of(self)
-
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) < len(message.split()) and not unknown[0].startswith("-"):
             message = f"{unknown[0]}: one word too many; see --help"
         elif len(unknown) < len(message.split()):
-            message = f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self.options()))}"
+            message = (
+                f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(compat.options_of(self)))}"
+            )
         if message.startswith("the following arguments are required: RUN"):
             message = NO_RUN  # argparse would ask for the optional key=value words too
         raise ConfigError(message)

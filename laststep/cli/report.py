@@ -53,13 +53,7 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
     records, config = records_of(run), run_config.as_submitted(run)
     kept = {record["end_step"] - record["lost_steps"] for record in records}
     return Run(
-        name=run.name,
-        state=status.state,
-        why=status.why,
-        alive=status.alive,
-        step=status.step,
-        total_steps=status.total_steps,
-        goodput=status.goodput,
+        status=status,
         time=time_of(status),
         records=records,
         submissions=read_submissions(run.submissions),

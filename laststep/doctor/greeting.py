@@ -131,12 +131,6 @@ def gather_greetings(
     return [(Greeting(**greeting), variables) for greeting, variables in received]
 
 
-def bus_bandwidth(size: int, ranks: int, seconds: float) -> float:
-    """Bytes per second through the slowest link of an ideal all-reduce, which does not depend on the number of ranks:
-    the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks * size / seconds
-
-
 def all_reduce_times(greetings: Sequence[Greeting]) -> dict[int, float]:
     """Bytes -> seconds: the median of the repeats, where the slowest rank's time counts for each repeat."""
     times = [greeting.all_reduce_s for greeting in greetings]
@@ -172,7 +166,8 @@ def report(greetings: Sequence[Greeting]) -> list[str]:
     if times:
         lines += ["", "all-reduce      time  bus bandwidth"]
         for size, seconds in times.items():
-            bandwidth = bus_bandwidth(size, ranks, seconds)
+            # Through the slowest link of an ideal all-reduce: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+            bandwidth = 2 * (ranks - 1) / ranks * size / seconds
             lines.append(f"{size // MIB:>6} MiB {1000 * seconds:>6.1f} ms {bandwidth / 1e9:>9.2f} GB/s")
         if len(times) < len(SIZES):
             lines.append(f"(larger sizes left out: this one took over {LONG_S:g} s)")

@@ -17,7 +17,7 @@ from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord, start_of
 from laststep.records.submissions import SubmissionRecord
 from laststep.report.curves import Curve, Curves, Figure, colour, draw, legend
-from laststep.runs.run_status import TimeSplit
+from laststep.runs.run_status import RunStatus, TimeSplit
 from laststep.say import counted
 
 STYLE = Path(__file__).with_name("page.css")
@@ -67,13 +67,7 @@ class Fact(NamedTuple):
 class Run:
     """The data of a run that the report shows."""
 
-    name: str
-    state: str  # the word that `launch.py status` shows for it
-    why: str  # more about its state; may be empty
-    alive: bool  # whether an attempt without an end is in progress, rather than killed
-    step: int | None
-    total_steps: int | None
-    goodput: float | None  # share of the allocated time that was spent on steps that were kept
+    status: RunStatus  # as `launch.py status` shows it
     time: TimeSplit
     records: Sequence[AttemptRecord]
     submissions: Sequence[SubmissionRecord]
@@ -85,24 +79,31 @@ class Run:
     links: Mapping[str, str] = field(default_factory=dict)  # where else the run can be looked at, by name
 
     @property
+    def name(self) -> str:
+        """Its name."""
+        return self.status.run
+
+    @property
     def attempts(self) -> list[ShownAttempt]:
         """Its attempts, each with an end."""
         now, last_step_at = time.time(), self.curves.newest.get("time")
-        return [ShownAttempt.of(record, self.alive, now, last_step_at) for record in self.records]
+        return [ShownAttempt.of(record, self.status.alive, now, last_step_at) for record in self.records]
 
     @property
     def facts(self) -> dict[str, Fact]:
         """The figures at the top of the page, by name."""
-        step = "-" if self.step is None else steps(self.step)
-        attempts = self.attempts
+        status, attempts = self.status, self.attempts
+        step = "-" if status.step is None else steps(status.step)
         lost = [attempt.lost_steps for attempt in attempts if attempt.lost_steps is not None]
         return {
-            "step": Fact(f"{step} of {self.total_steps:,}" if self.total_steps else step),
+            "step": Fact(f"{step} of {status.total_steps:,}" if status.total_steps else step),
             **self._results,
             "attempts": Fact(f"{len(self.records):,}"),
             "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
             "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
-            "goodput": Fact("-") if self.goodput is None else Fact(f"{self.goodput:.0%}", "of the time in attempts"),
+            "goodput": Fact("-")
+            if status.goodput is None
+            else Fact(f"{status.goodput:.0%}", "of the time in attempts"),
             **{name: Fact(text) for name, text in self.more.items()},
         }
 
@@ -167,9 +168,10 @@ def _links(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    family = FAMILY_OF_STATE.get(run.state, "orderly")
-    why = f'<span class="sub">{escape(run.why)}</span>' if run.why else ""
-    return f'<span class="state {family}">{escape(run.state)}</span>{why}'
+    status = run.status
+    family = FAMILY_OF_STATE.get(status.state, "orderly")
+    why = f'<span class="sub">{escape(status.why)}</span>' if status.why else ""
+    return f'<span class="state {family}">{escape(status.state)}</span>{why}'
 
 
 def _about(run: Run) -> str:

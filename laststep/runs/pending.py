@@ -213,13 +213,8 @@ def _priority(job: Job, _: re.Match[str]) -> str:
     own, job_id = int(job.get("Priority", "0")), job["JobId"]
     partition = job["Partition"]
     waiting = _others("--states=PENDING", "--priority", f"--partition={partition}")
-    ahead = [
-        one
-        for one in waiting
-        if one.id != job_id
-        and not NOT_IN_LINE.match(one.reason)
-        and (-one.priority, _number(one.id)) < (-own, _number(job_id))
-    ]
+    waiting = [one for one in waiting if one.id != job_id and not NOT_IN_LINE.match(one.reason)]
+    ahead = [one for one in waiting if (-one.priority, _number(one.id)) < (-own, _number(job_id))]
     if not ahead:
         return f"nobody is ahead of it in {partition} (of the jobs that Slurm shows), and Slurm looks again soon"
     nodes = round(sum(one.amounts.get("node", 0) for one in ahead))
@@ -309,10 +304,6 @@ def _dependency(job: Job, _: re.Match[str]) -> str:
     return listed(waits)
 
 
-def _never_satisfied(job: Job, _: re.Match[str]) -> str:
-    return f"the job that it depends on has ended otherwise ({job.get('Dependency')}), so it never starts; cancel it"
-
-
 def _begin_time(job: Job, _: re.Match[str]) -> str:
     eligible = unix_time(job.get("EligibleTime", ""))
     why = "Slurm holds a requeued job back" if job.get("Restarts", "0") != "0" else "it was asked to wait"
@@ -341,10 +332,6 @@ def _array(job: Job, _: re.Match[str]) -> str:
     return f"its sweep runs at most {most} at a time (--parallel)" if most else ""
 
 
-def _partition(job: Job, match: re.Match[str]) -> str:
-    return ", ".join(filter(None, (limit_of(one, match[0], job) for one in show_partitions(job.get("Partition")))))
-
-
 def limit_of(partition: Partition, reason: str, job: Job) -> str:
     """The partition's limit that a reason of squeue is about; empty for a reason that is not about one."""
     name = partition.get("PartitionName", "")
@@ -357,10 +344,6 @@ def limit_of(partition: Partition, reason: str, job: Job) -> str:
         asked = f", and the job asks for {job['TimeLimit']}" if "TimeLimit" in job else ""
         return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}{asked}"
     return f"{name} is {partition['State']}" if "State" in partition else ""
-
-
-def _not_looked(job: Job, _: re.Match[str]) -> str:
-    return "Slurm has not considered it yet"
 
 
 # -- limits of a QOS or an account ---------------------------------------------------------------------------------
@@ -383,8 +366,7 @@ def _limit(job: Job, match: re.Match[str]) -> str:
     if found is None:
         return ""
     if match["what"] == "Wall":
-        unit = "min"
-        most, asked = f"{found.most:g} {unit}", f"{_minutes(job['TimeLimit']):g} {unit}"
+        most, asked = f"{found.most:g} min", f"{_minutes(job['TimeLimit']):g} min"
         if match["scope"] == "Grp":
             return f"{found.whose} {most} of jobs together, {found.used:g} are used"
         fix = f"; at most --time {found.most:g}, or another QOS" if found.most else ""
@@ -415,31 +397,21 @@ def _limits(job: Job, match: re.Match[str]) -> Iterator[_Limit]:
     user, uid = re.match(r"(.*)\((\d+)\)", job["UserId"]).groups()  # type: ignore[union-attr]
     account, qos = job.get("Account", ""), job.get("QOS", "")
     if match["of"] != "Assoc":
-        names = [
-            qos,
-            *(one.get("QoS", "") for one in show_partitions(job["Partition"])),
-        ]  # a partition may have its own
-        blocks = _blocks(scontrol("show", "assoc_mgr", "flags=qos", f"qos={','.join(_named(names))}"))
-        for name in _named(names):
-            per = {"PerUser": f"user {uid}", "PerAccount": f"account {account}"}.get(match["per"], "")
-            options = {"PerUser": [f"--user={user}"], "PerAccount": [f"--account={account}"]}.get(match["per"], [])
-            whose = {"PerUser": " a user", "PerAccount": " an account"}.get(match["per"], "")
-            values = blocks.get((name, per)) or {}
-            for resource, most, used in _values(values, match):
-                yield _Limit(
-                    resource,
-                    most,
-                    used,
-                    f"QOS {name} allows{whose}",
-                    [f"--qos={name}", *options],
-                )
+        of_partitions = (one.get("QoS", "") for one in show_partitions(job["Partition"]))  # which may have their own
+        names = [name for name in dict.fromkeys([qos, *of_partitions]) if name not in ("", "N/A", "(null)")]
+        blocks = _blocks(scontrol("show", "assoc_mgr", "flags=qos", f"qos={','.join(names)}"))
+        per, whose, options = {
+            "PerUser": (f"user {uid}", " a user", [f"--user={user}"]),
+            "PerAccount": (f"account {account}", " an account", [f"--account={account}"]),
+        }.get(match["per"], ("", "", []))
+        for name in names:
+            for resource, most, used in _values(blocks.get((name, per)) or {}, match):
+                yield _Limit(resource, most, used, f"QOS {name} allows{whose}", [f"--qos={name}", *options])
         if match["of"]:
             return
     shown = scontrol("show", "assoc_mgr", "flags=assoc")
-    blocks, parents = (
-        _blocks(shown),
-        dict(re.findall(r"Account=(\S+) UserName= .*(?:\n .*)*?ParentAccount=([^(\s]*)", shown)),
-    )
+    blocks = _blocks(shown)
+    parents = dict(re.findall(r"Account=(\S+) UserName= .*(?:\n .*)*?ParentAccount=([^(\s]*)", shown))
     places, above = [(account, user)], account
     while above and len(places) < 20:
         places.append((above, ""))
@@ -448,10 +420,6 @@ def _limits(job: Job, match: re.Match[str]) -> Iterator[_Limit]:
         options = [f"--account={name}", *([f"--user={user}"] if person else [])]
         for resource, most, used in _values(blocks.get((name, person)) or {}, match):
             yield _Limit(resource, most, used, f"account {name} allows" + (f" {user}" if person else ""), options)
-
-
-def _named(names: Sequence[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name not in ("", "N/A", "(null)")]
 
 
 Block = dict[str, str]
@@ -511,15 +479,19 @@ MEANINGS: Mapping[str, Callable[[Job, re.Match[str]], str]] = {
     r"Resources$": _resources,
     r"ReqNodeNotAvail|Nodes required for job|NodeDown|Reserved for maintenance": _unavailable,
     r"Reservation": _reservation,
-    r"DependencyNeverSatisfied": _never_satisfied,
+    r"DependencyNeverSatisfied": lambda job, _: (
+        f"the job that it depends on has ended otherwise ({job.get('Dependency')}), so it never starts; cancel it"
+    ),
     r"Dependency": _dependency,
     r"BeginTime": _begin_time,
     r"JobHeld(User|Admin)": _held,
     r"Licenses": _licenses,
     r"JobArrayTaskLimit": _array,
-    r"Partition\w*": _partition,
+    r"Partition\w*": lambda job, match: ", ".join(
+        filter(None, (limit_of(one, match[0], job) for one in show_partitions(job.get("Partition"))))
+    ),
     LIMIT.pattern: _limit,
-    r"(None)?$": _not_looked,
+    r"(None)?$": lambda *_: "Slurm has not considered it yet",
 }
 
 

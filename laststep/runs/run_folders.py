@@ -179,7 +179,7 @@ def about_submission(run: RunDir) -> Submission:
         "process": here(),
         "command": secret.masked_words(sys.argv),
         "folder": str(working_folder(run)),
-        "version": version(),
+        "version": str(importlib.import_module("laststep").__version__),  # which imports this module
         "config": run.config.read_text(),
     }
 
@@ -189,11 +189,6 @@ def working_folder(run: RunDir) -> Path:
     current folder, if the run is new or that folder is gone."""
     first = next((line["folder"] for line in read_submissions(run.submissions) if "folder" in line), None)
     return Path(first) if first and os.path.isdir(first) else Path.cwd()
-
-
-def version() -> str:
-    """Laststep's version."""
-    return str(importlib.import_module("laststep").__version__)
 
 
 def site() -> str | None:

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from laststep import rooms, say
 from laststep.attempt import user_error
@@ -123,15 +122,12 @@ class LocalRanks:
         command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
         if self._nodes:
             words = _srun(launch, self._run, self.job_id, folder, command)
-            with self.logs[0].open("ab") as output:
-                self._ranks.append(started(partial(_popen, words, folder, common, output), FORK_S))
-            return
+            return self._ranks.append(_process(words, folder, common, self.logs[0]))
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank, log in enumerate(self.logs):
                 environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-                with log.open("ab") as output:
-                    self._ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
+                self._ranks.append(_process(command, folder, environment, log))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
@@ -382,16 +378,11 @@ def _exit_status(code: int) -> int:
     return 128 - code if code > 128 and code - 128 not in STOP_SIGNALS else code
 
 
-def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-    )
+def _process(command: list[str], folder: Path, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with its output in a log. Raises OSError."""
+    how: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True, "stdin": subprocess.DEVNULL}
+    with log.open("ab") as output:
+        return started(lambda: subprocess.Popen(command, stdout=output, stderr=output, **how), FORK_S)
 
 
 @contextlib.contextmanager
