@@ -21,7 +21,6 @@ from laststep.cli.verbs import VERBS
 from laststep.config import secret
 from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
 from laststep.config.reads import given_by
 from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
@@ -176,18 +175,18 @@ def _load(source: str | None, overrides: Sequence[str], site: str | None) -> Con
 def _check_same(config: Config, started: Config) -> None:
     """Raise ConfigError when the run was started with other values: it would be neither that run nor this one."""
     # The folder of the data may be recorded as an absolute path, see `run_folders.with_absolute_data`.
-    before = {key: value for key, _, value in fields_of(run_folders.with_absolute_data(started))}
-    for key, _, value in fields_of(run_folders.with_absolute_data(config)):
-        if key == "script" and value != before[key]:
-            then = f"`{script.shown(before[key])}`" if before[key] else f"task={started.task}"
+    before, given = run_folders.with_absolute_data(started), run_folders.with_absolute_data(config)
+    for key, (then, now) in run_config.changes(before, given).items():
+        if key == "script":
+            what = f"`{script.shown(then)}`" if then else f"task={started.task}"
             raise ConfigError(
-                f"{script.shown(value)}: {config.launch.name} was started as {then}, and a run keeps its words; choose "
+                f"{script.shown(now)}: {config.launch.name} was started as {what}, and a run keeps its words; choose "
                 "another --name, or begin another run with LASTSTEP_NEW=1"
             )
-        if value != before[key] and not run_config.may_change(key):
+        if not run_config.may_change(key):
             raise ConfigError(
-                f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "
-                "values; leave this one out, or choose another --name"
+                f"{key}={now}: {config.launch.name} was started with {then}, and a run keeps its values; leave this "
+                "one out, or choose another --name"
             )
 
 
