@@ -110,7 +110,7 @@ def _check_nodes(config: Config) -> int:
 def _show(title: str, facts: Facts) -> None:
     print(title)
     for name, value in facts:
-        note(f"  {name:<16}{value}", sys.stdout, indent=18)
+        note(f"  {name:<18}{value}", sys.stdout, indent=20)
     print()
 
 
