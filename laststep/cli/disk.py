@@ -11,14 +11,14 @@ from laststep.cli.parsers import ROOT_KEY, Parser
 from laststep.say import note
 
 DESCRIPTION = """\
-Show what each run holds on the disk: checkpoints, code, logs; the environments
-that runs share (launch.uv); and what may go, with the command that removes it.
-Removes nothing itself. Of a run that waits or trains nothing may go."""
+Show what each run holds on the disk, the environments that runs share
+(launch.uv), and what may go, with the command that removes it. Removes nothing
+itself."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what disk takes."""
-    parser.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
 
 
