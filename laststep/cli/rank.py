@@ -48,7 +48,7 @@ Start it under any launcher; each process finds out which rank it is:
 The same command with the same name continues the run. The launcher, not
 launch.nodes and its like, decides how many ranks there are.
 `python -m laststep hello` tests in seconds whether the ranks find each other;
-`{command} --config mnist --dry-run` prints all keys.
+of keys, `{command} --config mnist --dry-run` prints them all.
 """
 
 

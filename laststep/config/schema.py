@@ -28,7 +28,7 @@ class Model:
 
     name: str = setting(
         "convnet",
-        "convnet, or any torchvision classification model; task=language: a size, such as tiny-1m or llama-8b",
+        "convnet, or any torchvision classifier; task=language: a size, such as tiny-1m or llama-8b",
     )
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
     weights: str | None = setting(
@@ -49,8 +49,8 @@ class Data:
     )
     root: str = setting(
         "data",
-        "folder of the data set; mnist, fashion-mnist and cifar10 are downloaded into it; tokens: what `prepare` "
-        "has made",
+        "folder of the data set, into which mnist, fashion-mnist and cifar10 are downloaded; tokens: what "
+        "`prepare` has made",
     )
     workers: int = setting(0, "loader processes per rank; 0: the rank loads. Data held in memory uses none", least=0)
     args: dict[str, Any] = setting(
@@ -98,13 +98,12 @@ class Train:
     max_steps: int | None = setting(None, "end after this many steps at the latest; null: no limit", least=1)
     epoch_samples: int | None = setting(
         None,
-        "samples per epoch; the next epoch goes on where this one ended in the training set. null: a whole pass",
+        "samples per epoch; the next one goes on where this one ended. null: a whole pass",
         least=1,
     )
     overfit_batches: int | None = setting(
         None,
-        "train on the samples of this many batches only: a model that cannot learn them by heart has a bug. "
-        "null: on all",
+        "train on this many batches only: a model that cannot learn them by heart has a bug. null: on all",
         least=1,
     )
     batch_size: int = setting(
@@ -144,8 +143,8 @@ class Train:
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,
-        "run the compiled model as CUDA graphs, for models so small that launching kernels takes longer than "
-        "running them; a Task clones what it keeps of the model's output beyond a step",
+        "run the compiled model as CUDA graphs, which is faster for small models; a Task clones what it keeps of "
+        "the model's output beyond a step",
     )
     channels_last: bool = setting(False, "store images as NHWC; convolutions are faster on a GPU")
     ema_decay: float = setting(
@@ -174,7 +173,8 @@ class Train:
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl has every step", least=1)
     digest_every: int | None = setting(
         100,
-        "write a digest of weights, buffers and optimiser into metrics.jsonl every N steps, for `replay` and `diff`",
+        "write a digest of weights, buffers and optimiser into metrics.jsonl every N steps, for `replay` and "
+        "`diff`; null: none",
         least=1,
     )
 
@@ -192,35 +192,35 @@ class Checkpoint:
     )
     every_epochs: int | None = setting(1, "save after the validation of every N-th epoch; null: not by epochs", least=1)
     asynchronous: bool = setting(True, "write while training continues; false: wait for the disk")
-    keep_last: int = setting(2, "number of newest checkpoints to keep", least=1)
-    keep_best: int = setting(1, "number of best checkpoints to keep as well, see checkpoint.best_by", least=0)
+    keep_last: int = setting(2, "newest checkpoints to keep", least=1)
+    keep_best: int = setting(1, "best checkpoints to keep as well, by checkpoint.best_by", least=0)
     best_by: str = setting(
         "val_loss",
-        "the validation metric that ranks checkpoints, e.g. val_accuracy:max or NAME:min; with loss in its name, "
-        "the lowest is best",
+        "the validation metric that ranks checkpoints, e.g. val_accuracy:max; with loss in its name, the lowest "
+        "is best",
     )
     anchors: str | int | None = setting(
         None,
-        "checkpoints to keep for good, from which `replay` begins: one every N steps; or as many as fit a size "
-        "such as 200GB, the older the sparser",
+        "checkpoints to keep for good, for `replay`: one every N steps, or as many as fit a size such as 200GB; "
+        "null: none",
         least=1,
     )
     replicas: int = setting(
         0,
-        "copies, 0 or 1, of each shard in another node's memory, for sharded models but hybrid: without one, a "
+        "0 or 1 copies of each shard in another node's memory, for sharded models but hybrid: without one, a "
         "rank that dies costs the steps since the last save",
         least=0,
     )
     replica_every_steps: int = setting(
         1,
         "renew these copies every N steps. 1: each step waits for them, and none is lost. More: a rank that dies "
-        "costs up to N, or nearly 2N if its copy is on its way",
+        "costs up to 2N - 1",
         least=1,
     )
     start_from: str | None = setting(
         None,
-        "begin a new run with the weights and the optimiser's state that another tool has saved: a file of "
-        "torch.save, Lightning's .ckpt, or a folder of torch.distributed.checkpoint or transformers",
+        "begin with another tool's weights and optimiser: a file of torch.save, Lightning's .ckpt, or a folder "
+        "of torch.distributed.checkpoint or transformers",
     )
 
 
@@ -263,7 +263,7 @@ class Launch:
     )
     spare_nodes: int = setting(
         0,
-        "more nodes: after a fault one replaces a dead or blamed node, without a requeue. launch.setup runs there too",
+        "more nodes: after a fault one replaces a dead or blamed node, without a requeue",
         least=0,
     )
     gpus_per_node: int = setting(
@@ -297,8 +297,8 @@ class Launch:
     )
     chain: int = setting(
         1,
-        "jobs that wait in the queue, each for the one before, in place of a requeue: where sites forbid that, "
-        "or cap a job's time",
+        "jobs in the queue, each after the one before, in place of a requeue: where sites forbid that, or cap a "
+        "job's time",
         least=1,
     )
     max_timeouts: int = setting(100, "attempts of a job or chain that may end at the time limit", least=0)
@@ -345,8 +345,8 @@ class Launch:
     )
     uv: str | None = setting(
         None,
-        "true: the packages of the project's uv.lock, installed at the submission, once for all runs with that "
-        "file; or options of `uv sync`, such as '--extra cu128'; null: the environment that submits",
+        "true: the packages of the project's uv.lock; or options of `uv sync`, such as '--extra cu128'; null: "
+        "the environment that submits",
     )
     container: str | None = setting(
         None,
@@ -432,8 +432,7 @@ class Settings:
     )
     script: list[str] = setting(
         [],
-        "a script to train instead, and its words: [train.py, --lr, 3e-4], or [-m, package.module]; it calls "
-        "laststep.run(), else it resumes by itself, as any command: [./train, --lr, 3e-4]",
+        "a script to train instead, or any command, and its words: [train.py, --lr, 3e-4], [-m, package.module]",
     )
     args: dict[str, Any] = setting(
         {},
