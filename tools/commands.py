@@ -32,7 +32,8 @@ nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
 
 ## What several verbs take
 
-SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition` and `--time`.
+SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition` and `--time`. A verb about runs also takes
+`launch.root=FOLDER`.
 
 {shared}
 
@@ -95,7 +96,7 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
     text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n?", "", text, flags=re.MULTILINE)
-    text = re.sub(SIZE, "[SIZE ...]", text)
+    text = re.sub(SIZE, "[SIZE ...]", text).replace(" [launch.root=FOLDER ...]", "")
     usage, _, rest = text.removeprefix("usage: ").partition("\n\n")
     text = f"{usage.replace(f'{NEWLINE}       ', NEWLINE)}\n\n{rest}"
     return textwrap.indent(f"{text.replace(' [-h]', '').rstrip()}\n", "    ")
