@@ -79,21 +79,21 @@ SILENT ?=
 SLURM ?=
 PROCESSES ?=
 IO ?=
-chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/chaos.md
+chaos: $(VENV)/installed-dev system-packages  ## random faults at random moments on real runs, reported in docs/reports.md
 ifneq ($(SLURM),)
-	$(BIN)/python -m tests.faults --slurm --faults $(N) --seed $(SEED) --report docs/worst-day-slurm.md
+	$(BIN)/python -m tests.faults --slurm --faults $(N) --seed $(SEED) --report docs/reports.md
 else ifneq ($(PROCESSES),)
-	$(BIN)/python -m tests.faults --processes --faults $(N) --seed $(SEED) --report docs/worst-day-processes.md
+	$(BIN)/python -m tests.faults --processes --faults $(N) --seed $(SEED) --report docs/reports.md
 else ifneq ($(IO),)
 	$(BIN)/python -m tests.worst_day --runs $(N) --seed $(SEED) --results .cache/worst-day/$(N)-$(SEED).json \
-		--report docs/worst-day.md
+		--report docs/reports.md
 else
 	$(BIN)/python -m tests.faults --faults $(N) --seed $(SEED) $(if $(SILENT),--silent) \
 		--results .cache/faults/$(N)-$(SEED)$(if $(SILENT),-silent).json \
-		--report docs/chaos$(if $(SILENT),-silent).md
+		--report docs/reports.md
 endif
 
-ports: $(VENV)/installed-dev system-packages  ## the scripts of examples/ports on a real Slurm, reported in docs/ports.md
+ports: $(VENV)/installed-dev system-packages  ## the scripts of examples/ports on a real Slurm, reported in docs/reports.md
 	$(BIN)/python -m tests.slurm.ports $(PORTS)
 
 # With the torch of this machine's Python. If that lacks a package, it says which.

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.support.needs import require
 from tests.support.project import PROJECT
-from tools import a_day, benchmarks, commands, house, pictures, recording, reference, report, scale
+from tools import a_day, benchmarks, commands, house, pictures, recording, reference, report, scale, sections
 from tools.picture import text_of
 from tools.terminal import normalised
 
@@ -214,3 +214,26 @@ def test_walks_are_short_and_lead_somewhere() -> None:
     """A newcomer follows a walk file by file; one that names a file that is gone, or needs more files than one can keep
     in mind, is none. The cure: `python -m tools.house`"""
     assert house.wrong_walks() == []
+
+
+def test_a_report_replaces_its_own_section(tmp_path: Path) -> None:
+    """docs/reports.md is written by ten commands: one that dropped the section of another would lose a proof."""
+    page = tmp_path / "page.md"
+    page.write_text("# Reports\n\nAbout.\n\n## One\n\nold\n\n## Two\n\nkept\n")
+    sections.put("## One\n\nnew\n", page)
+    sections.put("## Three\n\nadded\n", page)
+    assert page.read_text() == "# Reports\n\nAbout.\n\n## One\n\nnew\n\n## Two\n\nkept\n\n## Three\n\nadded\n"
+    with pytest.raises(ValueError, match="begins with its heading"):
+        sections.put("# Reports\n", page)
+
+
+def test_each_report_has_a_command_that_writes_it() -> None:
+    """Under another heading, the command would add its section a second time, and the old figures would stay."""
+    written = "".join(
+        path.read_text() for folder in ("tests", "tools", "benchmarks") for path in (PROJECT / folder).rglob("*.py")
+    )
+    headings = re.findall(r"^## .+$", sections.REPORTS.read_text(), re.MULTILINE)
+    assert len(headings) >= 8
+    assert [
+        heading for heading in headings if not re.search(rf'^\s*"?{re.escape(heading)}(\\|"|$)', written, re.M)
+    ] == []

@@ -38,6 +38,7 @@ DISK_BYTES_S = 10e9  # read or written by a shared file system for all its clien
 NETWORK_BYTES_S = 20e9  # that a node receives
 HOP_S = 5e-6  # from one rank of a ring to the next, most of them on the same node
 FILES_S = 20_000  # small files that it opens and reads per second, or other operations on them
+SHOWN = ("2", "32", "128", str(RANKS))  # of the numbers of ranks that were measured
 LEFT_OUT = ("comparing beats", "verify", "restore", "logs")  # measured, but small at any size
 SOFT_LIMIT = 1024  # open files per process in most shells
 RESTORE_LIMIT_S = 60  # what a restore may take
@@ -51,40 +52,39 @@ PAGE = """\
 The cost of Laststep on {ranks} ranks ({nodes} nodes of {per_node}), and what breaks first. Nobody has run it at that
 size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these and from two
 assumptions: a shared disk reads or writes {disk} GB/s for all its clients together, and opens {files} small files per
-second. `python -m tools.scale` writes this page.
+second.
 
 ## How often to save
 
 `checkpoint.every_minutes=auto` chooses the interval by Daly's formula, from what a save costs and how often the run
-fails. Calculated, as if every failure killed all ranks, with a failure of a node every {mtbf} days, as in Llama 3's
-training: the share of time lost to saves and repeated steps. The save of {save} s is measured (`benchmarks.save`:
-409 MB, 2 ranks).
+fails. Calculated: the share of time lost to saves and repeated steps if each failure killed all ranks, and a node
+failed every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2
+ranks).
 
 {intervals}
 
-Use `auto` for runs whose saves are expensive or that fail often: where a save costs {save} s, it gains at most
-{gain:.2f} % over the default of {default:.0f} minutes. [Measured](benchmarks.md), the loss at a death agrees with the
-model.
+Use `auto` where saves are expensive or a run fails often: where a save costs {save} s, it gains at most {gain:.2f} %
+over the default of {default:.0f} minutes.
 
 ## Goodput
 
 Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
 and what takes the rest; the largest term is bold. Each failure, as frequent as in Llama 3's training ([table
 5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs), kills one node, and another is there at once.
-`auto` decides when to save; rescue, meeting and restore are as below, and a meeting takes four times as long for twice
-the ranks. A requeued job waits 121 s (Slurm's default) and finds an empty queue.
+`auto` decides when to save; a meeting takes as long as its store computes, four times as long for twice the ranks. A
+requeued job waits 121 s (Slurm's default) and finds an empty queue.
 
 {goodput}
 
 {goodput_summary}
 
-Not in the table: stragglers, a queue, and `launch.hang_timeout_s` for a rank that hangs: {hang_share} of the time on
-16,384 GPUs if every failure were one.
+Not counted: stragglers, a queue, and `launch.hang_timeout_s` for a rank that hangs: {hang_share} of the time on 16,384
+GPUs if every failure were one.
 
 ## What grows with the ranks
 
 Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection; all
-share {cores} busy cores and a local disk. The processor time of the single store is listed by itself.
+share {cores} busy cores and a local disk.
 
 {growth}
 
@@ -96,26 +96,27 @@ collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](b
 
 Calculated: how long {ranks} ranks that lose one of them take to save the last step. A round of {round:.2g} s has
 {per_round} operations on files, {load:.0f} % of what the file system can do. Slurm kills the survivors {kill_wait} s
-after the first rank has ended (KillWait).
+after the first rank has ended (KillWait). A leader or a writer that dies meanwhile is noticed after {silent:g} s, and
+the others write the rest.
 
 {rescues}
 
-A leader or a writer that dies meanwhile is noticed after {silent:g} s, and the others write the rest.
+## A restore
+
+Calculated: each byte is read by one rank, hashed at the measured {hash} GB/s (`benchmarks.restore`), and sent to all
+others in pieces of at most {piece} MB. Assumed: a network that brings each node {network} GB/s, and {hop} µs for a
+piece from one rank to the next. Of 200 GB the hops take {hops} s. A slow disk is no hang: every {unit} MB that a rank
+reads is progress.
+
+{restores}
 
 ## What breaks first
 
 {limits}
 
-Restoring a checkpoint, calculated: each byte is read by one rank, hashed at the measured {hash} GB/s
-(`benchmarks.restore`), and sent to all others in pieces of at most {piece} MB. Assumed: one file per rank, a network
-that brings each node {network} GB/s, and {hop} µs for a piece from one rank to the next. A slow disk is no hang: every
-{unit} MB that a rank reads is progress.
-
-{restores}
-
-Of 200 GB the hops take {hops} s. torch (2.15) asks the name server about each of a rank's six connections: {lookups}
-queries when {ranks} ranks start, and an unanswered one delays its rank by 5 s. The lock, metrics.jsonl and the cost per
-step of being able to stop together ({agreement} ns, `benchmarks.agreement`) do not grow.
+torch (2.15) asks the name server about each of a rank's six connections: {lookups} queries when {ranks} ranks start,
+and an unanswered one delays its rank by 5 s. The lock, metrics.jsonl and the cost per step of being able to stop
+together ({agreement} ns, `benchmarks.agreement`) do not grow.
 """
 
 
@@ -135,7 +136,7 @@ def page() -> str:
         files=f"{FILES_S:,}",
         mtbf=f"{NODE_MTBF_S / 86400:.0f}",
         save=save_s,
-        intervals=intervals([save_s, 60], [1, 16, NODES]),
+        intervals=intervals([save_s, 60], [1, NODES]),
         default=DEFAULT_S / 60,
         gain=100 * max(lost(save_s, nodes, DEFAULT_S) - lost(save_s, nodes) for nodes in range(1, NODES + 1)),
         goodput_state=GOODPUT_STATE,
@@ -220,9 +221,10 @@ def lost(save_s: float, nodes: int, interval_s: float | None = None) -> float:
 
 def growth(ranks: dict[str, dict[str, float]]) -> str:
     """Milliseconds by activity and number of ranks."""
-    names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT]
-    rows = ([name, *(_three(1000 * taken[name]) for taken in ranks.values())] for name in names)
-    return table(["ranks", *(f"{int(size):,}" for size in ranks)], rows)
+    names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT and not name.endswith(": the store")]
+    shown = {size: ranks[size] for size in SHOWN}
+    rows = ([name, *(_three(1000 * taken[name]) for taken in shown.values())] for name in names)
+    return table(["ranks", *(f"{int(size):,}" for size in shown)], rows)
 
 
 def met_s() -> float:
@@ -267,8 +269,8 @@ def limits(scale: dict[str, Any]) -> str:
             f"open files of rank 0: {own} and {each} for each rank (measured with {_and(files)} real ranks)",
             f"{own + each * RANKS:,}",
             f"{SOFT_LIMIT:,}, the usual limit of a shell",
-            f"{(SOFT_LIMIT - own) // each} ranks; each raises its soft limit to the hard one, often 4,096 or more: "
-            f"{(4096 - own) // each} ranks",
+            f"{(SOFT_LIMIT - own) // each} ranks, or {(4096 - own) // each} where the hard limit, to which each rank "
+            "raises its own, is 4,096; often it is more",
         ),
         (
             f"waiting ranks look for rank 0's address on the disk every {POLL_S} s (calculated)",
@@ -296,7 +298,7 @@ def limits(scale: dict[str, Any]) -> str:
         ),
         (
             "files in a checkpoint; logs of a job (calculated)",
-            f"at most {RANKS + 2:,}; {RANKS:,}",
+            f"at most {file_count(1 << 60, RANKS) + 2:,}; {RANKS:,}",
             "the file quota",
             "",
         ),

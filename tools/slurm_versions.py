@@ -1,4 +1,4 @@
-"""Writes docs/slurm-versions.md: which tests of tests/slurm fail on which Slurm.
+"""Writes a section of docs/reports.md: which tests of tests/slurm fail on which Slurm.
 
 `python -m tools.slurm_versions FILE...` reads what `make test-slurm` has written, a JUnit file per version. Exits with
 status 1 if a test failed on any of them.
@@ -14,20 +14,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tools.scale import table
+from tools.sections import put
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "slurm-versions.md"
 PAGE = """\
-# Slurm versions
+## Slurm versions
 
-All tests of `tests/slurm` on several versions of Slurm, each a real one with four simulated nodes, under the Python of
-its Debian release. `make test-slurm` runs them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid`, on
-that of another Debian release, in a chroot. `python -m tools.slurm_versions FILE...` writes this page from the results.
-Tests that are newer than these results are not counted.
+All tests of `tests/slurm` on several versions of Slurm, under the Python of its Debian release. `make test-slurm` runs
+them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid`, on that of another Debian release, in a
+chroot. `python -m tools.slurm_versions FILE...` writes this section. Newer tests are not counted.
 
 {totals}
-
 {results}
-
 Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library.
 """
 PASSED = "passed"
@@ -48,11 +45,11 @@ def read(file: Path) -> tuple[str, Results]:
 def page(versions: Mapping[str, Results]) -> str:
     """The whole page: how many tests have passed on each version, and each test that has not passed on all of them."""
     tests = sorted({test for results in versions.values() for test in results})
-    passed = (str(sum(outcome == PASSED for outcome in results.values())) for results in versions.values())
-    totals = table(("", *versions), [("tests", *(str(len(r)) for r in versions.values())), ("passed", *passed)])
+    passed = {version: sum(outcome == PASSED for outcome in found.values()) for version, found in versions.items()}
+    totals = "\n".join(f"* {version}: {passed[version]} of {len(found)} passed" for version, found in versions.items())
     found = {test: [results.get(test, "not run") for results in versions.values()] for test in tests}
     rows = [(f"`{test}`", *outcomes) for test, outcomes in found.items() if set(outcomes) != {PASSED}]
-    return PAGE.format(totals=totals, results=table(("test", *versions), rows) if rows else "No test has failed.")
+    return PAGE.format(totals=totals, results="\n" + table(("test", *versions), rows) + "\n" if rows else "")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -62,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
     # Oldest first: "Slurm 22.05.8, Python 3.11" before "Slurm 24.11.5, Python 3.13".
     number = lambda found: [int(digits) for digits in re.findall(r"\d+", found[0])]  # noqa: E731
     versions = dict(sorted(map(read, parser.parse_args(words).files), key=number))
-    TARGET.write_text(page(versions))
+    put(page(versions))
     return int(any(outcome != PASSED for results in versions.values() for outcome in results.values()))
 
 

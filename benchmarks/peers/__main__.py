@@ -1,8 +1,8 @@
 """The training that Laststep loses to each fault, compared with a checkpointable submitit job, Lightning, transformers.
 
 `python -m benchmarks.peers [--runs N]`: an hour per run, on a throwaway Slurm (Debian or Ubuntu, as root); needs
-`pip install -e '.[bench]'`. Writes results/peers.json and docs/peers.md. Exit status: 1 if a run of Laststep ended
-with different weights than the undisturbed run, 2 if something is not installed.
+`pip install -e '.[bench]'`. Writes results/peers.json and a section of docs/reports.md. Exit status: 1 if a run of
+Laststep ended with different weights than the undisturbed run, 2 if something is not installed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks._measure import PROJECT, machine, write_results
+from benchmarks._measure import machine, write_results
 from tests.slurm.cluster import Cluster, missing
+from tools.sections import put
 
 if TYPE_CHECKING:
     from benchmarks.peers.harness import Outcome
@@ -27,26 +29,23 @@ if TYPE_CHECKING:
     Outcomes = dict[str, dict[str, list[Outcome]]]  # by fault and trainer
 
 PEERS = ("lightning", "transformers")
-WEIGHTS = {True: "same weights", False: "other weights", None: "did not finish"}
-PAGE = PROJECT / "docs" / "peers.md"
+WEIGHTS = {True: "the same", False: "others", None: "did not finish"}
 TEXT = """\
-# What each fault costs
+## What each fault costs other trainers
 
-The same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps} steps of {step_ms} ms in {epochs}
-epochs) under six trainers, hit {times} in the middle of the second epoch, on a real Slurm with
-KillWait={kill_wait} s.
+`python -m benchmarks.peers`: the same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps}
+steps of {step_ms} ms in {epochs} epochs) under six trainers, hit {times} in the middle of the second epoch. KillWait is
+{kill_wait} s. The peers write a checkpoint after each epoch, and resume from their newest one however they were
+started, which the scripts that people usually copy do not. "On Laststep" are the same scripts with [Laststep's
+adapter](frameworks.md).
 
-The peers write a checkpoint after each epoch, and resume from their newest one however they were started, which the
-scripts that people usually copy do not. "On Laststep" are the same scripts with [Laststep's adapter](frameworks.md).
-One harness for all: `python -m benchmarks.peers`.
-
-*Lost* steps had to be done again. *Back in*: from the last step before the fault to the first new step, with the queue.
-*By hand* means that the job was gone, or hung for {deadline} s. *Same weights*: bit for bit those
-of the same trainer's undisturbed run.
+*Lost* steps had to be done again. The time is from the last step before the fault to the first new step, with the
+queue. *By hand*: the job was gone, or hung for {deadline} s. *The same*: bit for bit those of the same trainer's
+undisturbed run.
 
 {table}
 
-{machine}.
+* {machine}
 """
 
 
@@ -81,13 +80,13 @@ def main() -> int:
                     training = harness.TaskLoop(trainer, place / str(number), cluster)
                     outcome = harness.hit(training, strike, weights)
                     outcomes[fault][trainer].append(outcome)
-                    print(f"{fault:<22}{trainer:<26}{in_words([outcome])}", flush=True)
+                    print(f"{fault:<22}{trainer:<26}{in_words([outcome])}, {ended_with([outcome])}", flush=True)
         finally:
             cluster.stop()
 
     results = {f: {t: [dataclasses.asdict(o) for o in cell] for t, cell in row.items()} for f, row in outcomes.items()}
     write_results("peers", {**versions, "kill_wait_s": kill_wait_s, "runs": runs, "faults": results})
-    PAGE.write_text(
+    put(
         TEXT.format(
             times="once" if runs == 1 else f"once in each of {runs} runs",
             steps=harness.TOTAL_STEPS,
@@ -105,13 +104,17 @@ def main() -> int:
 
 def in_words(runs: list[Outcome]) -> str:
     """The cost of a fault in each of these runs, as a cell of the table."""
-    lost = " or ".join(dict.fromkeys(f"{o.lost} of {o.reached}" for o in runs))
+    lost = " or ".join(dict.fromkeys(str(o.lost) for o in runs))
     back = [o.standstill_s for o in runs if o.standstill_s is not None]
-    ways = [f"back in {statistics.median(back):.0f} s"] if back else []
+    ways = [f"{statistics.median(back):.0f} s"] if back else []
     if by_hand := sum(not o.by_itself for o in runs):
         ways.append("by hand" if by_hand == len(runs) else f"{by_hand} of {len(runs)} times by hand")
-    weights = dict.fromkeys(WEIGHTS[o.same_weights] for o in runs)
-    return ", ".join([f"{lost} lost", *ways, " or ".join(weights)])
+    return ", ".join([f"{lost} lost", *ways])
+
+
+def ended_with(runs: Iterable[Outcome]) -> str:
+    """With which weights these runs ended."""
+    return " or ".join(dict.fromkeys(WEIGHTS[o.same_weights] for o in runs))
 
 
 def table(outcomes: Outcomes) -> str:
@@ -119,6 +122,7 @@ def table(outcomes: Outcomes) -> str:
     trainers = list(next(iter(outcomes.values())))
     rows = [["fault", *trainers], ["---"] * (len(trainers) + 1)]
     rows += [[fault, *(in_words(row[trainer]) for trainer in trainers)] for fault, row in outcomes.items()]
+    rows += [["weights", *(ended_with(o for row in outcomes.values() for o in row[trainer]) for trainer in trainers)]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -32,6 +32,7 @@ from tests.faults.site import Site
 from tests.faults.slurm_day import HOW, PHASES, run_slurm_day
 from tests.faults.storm import run_storm
 from tests.slurm.cluster import missing
+from tools.sections import put
 
 LIVES = 3  # how many runs may try a fault before it is reported as never injected
 
@@ -135,7 +136,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--only", action="append", choices=sorted({**ALL, **local.KINDS}), help="inject this kind only; repeatable"
     )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to this file, e.g. docs/chaos.md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="a page to write a section of: docs/reports.md")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here meanwhile")
     parser.add_argument("--silent", action="store_true", help="collectives do not fail when a rank dies, as NCCL's")
     parser.add_argument("--processes", action="store_true", help="the worst day of processes, instead of random faults")
@@ -215,7 +216,7 @@ def _processes(given: argparse.Namespace, sites: Sequence[Site], folder: Path) -
     page = processes_page([*report.hits, *hits], {**PROCESSES, **local.KINDS}, lines, [*report.wrong, *missed])
     print(page)
     if given.report:
-        given.report.write_text(page)
+        put(page, given.report)
     return int("VIOLATION" in page)
 
 
@@ -236,7 +237,7 @@ def _chaos(given: argparse.Namespace, sites: Sequence[Site], kept: Path) -> int:
         report.interrupted = True
     print(report.terminal())
     if given.report:
-        given.report.write_text(report.markdown())
+        put(report.markdown(), given.report)
     if report.violations:
         print(f"the folders of runs with violations are in {kept}")
     if report.interrupted:

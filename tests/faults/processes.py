@@ -1,7 +1,7 @@
 """The worst day of processes: fork fails, the OOM killer takes any of them, clocks disagree, a node reboots.
 
 `python -m tests.faults --processes` strikes with each of these at each moment of a run in turn, on a throwaway Slurm
-and under --local, and writes docs/worst-day-processes.md. The attempt may end, if the next one continues. Never may a
+and under --local, and writes a section of docs/reports.md. The attempt may end, if the next one continues. Never may a
 kept step be lost, a bit differ from the undisturbed run, a wait outlast its deadline, a run end for good, or a record
 be false.
 """
@@ -77,7 +77,14 @@ PHASES = (Moment.START, Moment.RESTORE, Moment.SAVE, Moment.STOP, Moment.RESCUE,
 A_RANK_LIVES, SINCE_SAVE = Loss.UNLESS_A_RANK_LIVES, Loss.SINCE_SAVE
 FAULTS = [
     Fault("no-forks", NO_PROCESS, no_forks(False), (*PHASES, Moment.HOLD), SINCE_SAVE, Return.PERHAPS),
-    Fault("no-threads", "so does the start of a thread", no_forks(True), PHASES, SINCE_SAVE, Return.PERHAPS),
+    Fault(
+        "no-threads",
+        "no process and no thread starts for 0.5 to 3.5 s",
+        no_forks(True),
+        PHASES,
+        SINCE_SAVE,
+        Return.PERHAPS,
+    ),
     Fault("oom-shell", "SIGKILL of the batch shell", kill_shell, PHASES),
     Fault("oom-supervisor", "SIGKILL of a rank's supervisor", kill_supervisor, PHASES, A_RANK_LIVES),
     Fault("oom-rank", "SIGKILL of a rank", kill_other_rank, PHASES, A_RANK_LIVES),

@@ -1,4 +1,4 @@
-"""Reports about the faults: a line for each one as it happens, a table at the end, and a page for docs/."""
+"""Reports about the faults: a line for each one as it happens, a table at the end, and sections of docs/reports.md."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ class Report:
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         wrong = [f"VIOLATION  {violation}" for violation in self.violations]
-        return "\n".join(["", *lines, "", *self._summary(), *wrong])
+        return "\n".join(["", *lines, "", *self._summary(), f"the runs were doing: {_moments(self.hits)}", *wrong])
 
     def markdown(self) -> str:
-        """The table and all violations, as a page."""
+        """The table and all violations, as a section of a page."""
         *rows, total = self._rows()
         lines = [*self._summary(), f"recovered: {total[3]}", *(f"VIOLATION: {wrong}" for wrong in self.violations)]
         return page(lines, [*rows, total], self.silent)
@@ -140,14 +140,11 @@ class Report:
         return [*rows, _row("all", "", self.hits)]
 
     def _summary(self) -> list[str]:
-        moments = Counter(hit.moment for hit in self.hits)
         lines = [
             f"{len(self.hits)} faults of {self.planned} planned, seed {self.seed}, in {self.runs} runs, "
             f"{self.at_once} at a time; {len(self.violations)} violations",
-            f"what the runs were doing: {', '.join(f'{moment.words} {moments[moment]}' for moment in Moment)}",
             *machine_lines(self.commits),
-            f"partitions {site.BATCH}, {site.NOTICE} (GraceTime={site.NOTICE_S}), {site.SCAVENGE} (PreemptMode=CANCEL, "
-            f"GraceTime={site.CANCEL_NOTICE_S}), {site.URGENT} (preempts); KillWait={site.KILL_WAIT_S}, "
+            f"GraceTime={site.NOTICE_S}, with PreemptMode=CANCEL {site.CANCEL_NOTICE_S}; KillWait={site.KILL_WAIT_S}, "
             f"SlurmdTimeout={site.SLURMD_TIMEOUT_S}",
             f"{minutes(self.elapsed_s)} (min:s)",
         ]
@@ -159,92 +156,84 @@ class Report:
 
 
 HEAD = """\
-# Faults
+## Random faults
 
-`make chaos` injects random faults at random moments into real runs on a throwaway Slurm, and writes this page. A run
-must recover from each, lose no more steps than allowed, and end with the weights and metrics of an undisturbed run.
+`make chaos N=1000 SEED=3`: random faults at random moments of a run.
 """
 SILENT_HEAD = """\
-# Faults, on silent collectives
+## Random faults on silent collectives
 
-The same as [Faults](chaos.md), with `SILENT=1`: gloo's collectives behave like NCCL's. They return at once, and when
-a rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). No GPU has run this. The
-table has the faults that cost a step.
-"""
-FOOT = """
-*Recovered*: "itself" means without help; "launch.py resume" means that the harness typed this command, as a user would;
-"stayed" that the fault did not end the attempt. *Lost steps*: the most that one fault cost; allowed are none, or those
-since the last save, or, after damage to the newest checkpoint, since the one before it. *Time*: until the next attempt
-has completed a step; Slurm holds a requeued job for 6 s.
+`make chaos SILENT=1 N=500 SEED=7`: as above, but gloo's collectives behave like NCCL's. They return at once, and when a
+rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). No GPU has run this.
 """
 
 
 def page(lines: Sequence[str], rows: Sequence[Sequence[str]], silent: bool) -> str:
-    """The page about random faults: what was done, and a row for each fault, or each that cost a step."""
-    columns = (0, 2, 4, 5) if silent else (0, 1, 2, 4, 5)
-    rows = [row for row in rows if not silent or not row[4].startswith("0 ")]
-    table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    """The section about random faults: what was done, and what each fault cost."""
+    *costs, total = [(row[1] or row[0], row[2], *row[4:6]) for row in rows]
+    if silent:
+        return "\n".join([SILENT_HEAD, *(f"* {line}" for line in lines), _most(total), ""])
+    harmless = [(does, int(count)) for does, count, lost, _ in costs if lost.startswith("0 ")]
+    some = f"{sum(count for _, count in harmless)} faults, of {len(harmless)} kinds, cost no step"
+    columns = (COLUMNS[0], COLUMNS[2], *COLUMNS[4:6])
+    table = (columns, ["---"] * len(columns), *(row for row in costs if not row[2].startswith("0 ")), total)
     return "\n".join(
         [
-            SILENT_HEAD if silent else HEAD,
+            HEAD,
             *(f"* {line}" for line in lines),
+            f"* {some}: {'; '.join(does for does, _ in harmless)}",
             "",
-            *(f"| {' | '.join(row[column] for column in columns)} |" for row in table),
-            *([] if silent else [FOOT.rstrip()]),
+            *(f"| {' | '.join(row)} |" for row in table),
             "",
         ]
     )
 
 
-PROCESSES_HEAD = """\
-# The worst day: processes
+def _most(total: Sequence[str]) -> str:
+    """The most that one fault cost, as a line of a section."""
+    *_, lost, longest = total
+    return f"* steps lost by one fault (allowed): at most {lost}; the longest time to the next step: {longest}"
 
-`make chaos PROCESSES=1 N=80` strikes real runs of two ranks with each of these faults at each moment of a run in
-turn, and writes this page: on a throwaway Slurm, several faults a run, and under --local, one fault a run. The
-attempt may end, if the next one continues. The weights and metrics must be those of an undisturbed run, no kept step
-may be lost, the records must be true, and each wait has a deadline.
+
+PROCESSES_HEAD = """\
+## The worst day of processes
+
+`make chaos PROCESSES=1 N=80`: each of these faults at each moment of a run of two ranks in turn; several faults a run
+on Slurm, one a run under --local. The attempt may end, if the next one continues.
 
 """
 PROCESSES_FOOT = """\
-*Recovered* is explained in [Faults](chaos.md). *Lost steps*: none may be lost while a rank lives; else those since
-the last save. At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the
-last one.
-
-Under --local the run waits for its user after a stop, after the end of the command that started the ranks, and after a
-failure that is no node's fault, such as the death of a loader worker. A supervisor that is killed before the ranks have
-met ends that start after a minute.
-
-A preloaded library makes fork fail and sets the clocks. A node that reboots loses its processes, and its slurmd
-reports a boot.
+At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the last one; then the
+steps since the last save may be lost. Under --local the run waits for its user after a stop, after the end of the
+command that started the ranks, and after a failure that is no node's fault, such as the death of a loader worker. A
+supervisor that is killed before the ranks have met ends that start after a minute.
 """
 
 
 def processes_page(hits: Sequence[Hit], kinds: Mapping[str, Fault], lines: Sequence[str], wrong: Sequence[str]) -> str:
-    """The page of the worst day of processes."""
-    columns = (*COLUMNS[:3], "moments", *COLUMNS[3:-1])
-    rows = []
-    for name, fault in kinds.items():
-        if found := [hit for hit in hits if hit.fault == name]:
-            moments = Counter(hit.moment.words for hit in found)
-            row = _row(name, fault.does, found)
-            rows.append((*row[:3], _counts(moments), *row[3:-1]))
-    table = [columns, ["---"] * len(columns), *rows]
+    """The section about the worst day of processes."""
+    met = {name: fault for name, fault in kinds.items() if any(hit.fault == name for hit in hits)}
+    struck = [f"--local: {fault.does}" if name.startswith("local-") else fault.does for name, fault in met.items()]
+    total = _row("all", "", hits)
     violations = [f"{_place(hit)}: {what}" for hit in hits for what in hit.wrong] + list(wrong)
     return PROCESSES_HEAD + "\n".join(
         [
-            f"* {len(hits)} faults of {len(rows)} kinds; {len(violations)} violations",
+            f"* {len(hits)} faults of {len(met)} kinds; {len(violations)} violations",
+            f"* kinds: {'; '.join(struck)}",
+            f"* what the runs were doing: {_moments(hits)}",
+            f"* recovered: {total[3]}",
+            _most(total[4:6]),
             *(f"* {line}" for line in lines),
             *(f"* VIOLATION: {violation}" for violation in violations),
-            "",
-            *(f"| {' | '.join(row)} |" for row in table),
             "",
             PROCESSES_FOOT,
         ]
     )
 
 
-def _counts(words: Counter[str]) -> str:
-    return ", ".join(f"{word} {count}" for word, count in words.items())
+def _moments(hits: Sequence[Hit]) -> str:
+    counts = Counter(hit.moment for hit in hits)
+    return ", ".join(f"{moment.words} {counts[moment]}" for moment in Moment if counts[moment])
 
 
 def fingerprint(plan: Sequence[RunPlan]) -> str:

@@ -38,6 +38,7 @@ from tests.slurm.processes import parent, processes
 from tests.slurm.user import User
 from tests.support.forked import forked_python, process_of
 from tests.support.project import make_shared_folder, remove_shared_folder
+from tools.sections import put
 
 T = TypeVar("T")
 PROGRAMS = ("squeue", "scontrol", "sacct", "sbatch", "srun", "scancel")
@@ -489,31 +490,25 @@ class Result:
         return [f"{one.run}, {one.target}: {what}" for one in self.outcomes for what in one.wrong] + self.wrong
 
     def markdown(self) -> str:
-        """A page for docs/."""
+        """A section of docs/reports.md."""
         hit = [one for one in self.outcomes if one.hit]
+        typed = Counter(one.came for one in hit)
         lines = [
             f"{sum(self.calls.values())} calls of {len({k for _, _, k in self.calls})} kinds traced in one run; "
             f"{len(hit)} faults in {self.runs} runs, seed {self.seed}; {len(self.violations)} violations",
             f"{counted(len(self.outcomes) - len(hit), 'planned fault')} not met: the call was not made in that run",
+            f"what the user typed: {', '.join(f'{one} {count}' for one, count in typed.most_common())}",
             *machine_lines([self.commit]),
             f"{minutes(time.monotonic() - self.began)} (min:s)",
         ]
-        rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "what the user typed", "longest phase")]
-        rows += [self._row(how, HOW[how], [one for one in hit if one.target.how == how]) for how in HOW]
-        phases: list[tuple[str, ...]] = [("phase", "calls", "faults", "longest phase")]
-        for phase in PHASES:
-            made = sum(count for (of, _, _), count in self.calls.items() if of == phase)
-            _, faults, _, longest = self._row(phase, "", [one for one in hit if one.target.phase == phase])
-            phases.append((phase, str(made), faults, longest))
+        rows: list[tuple[str, ...]] = [("how a call misbehaves", "faults", "longest phase")]
+        rows += [self._row(HOW[how], [one for one in hit if one.target.how == how]) for how in HOW]
         text = [HEAD, *(f"* {line}" for line in lines), *(f"* VIOLATION: {what}" for what in self.violations), ""]
-        return "\n".join([*text, *table(rows), "", *table(phases), "", FOOT])
+        return "\n".join([*text, *table(rows), "", FOOT])
 
     @staticmethod
-    def _row(name: str, does: str, found: Sequence[Outcome]) -> tuple[str, ...]:
-        came = ", ".join(f"{one} {count}" for one, count in Counter(o.came for o in found).most_common()) or "-"
-        longest = f"{max((one.took_s for one in found), default=0.0):.0f} s"
-        title = f"{name}: {does}" if does else name
-        return title, str(len(found)), came, longest
+    def _row(does: str, found: Sequence[Outcome]) -> tuple[str, ...]:
+        return does, str(len(found)), f"{max((one.took_s for one in found), default=0.0):.0f} s"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -523,15 +518,13 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 HEAD = """\
-# The worst day of Slurm
+## The worst day of Slurm
 
-`make chaos SLURM=1` runs a short training on a throwaway Slurm. Each call of squeue, scontrol, sbatch, srun and
-scancel, by the user's command, the batch shell or a rank, fails once in each way, by wrappers first in PATH. The run
-is submitted, looked at, requeued by a signal, started again after the death of a rank and of a supervisor, stopped
-before its time limit, cancelled, and resumed to its end.
-
-Allowed: an attempt ends, and the next one continues; a command says in one line that it does not know. Never: a step
-lost, other bits, two jobs of the run at once, a hang, an end without a line that says what to type, a false record.
+`make chaos SLURM=1 N=200`: a short run is submitted, looked at, requeued by a signal, started again after the death of
+a rank and of a supervisor, stopped before its time limit, cancelled, and resumed to its end. Each call of squeue,
+scontrol, sbatch, srun and scancel, by the user's command, the batch shell or a rank, fails once in each way, by
+wrappers first in PATH. A command may say in one line that it does not know. Never may two jobs of the run be there at
+once, or an end come without a line that says what to type.
 """
 FOOT = """\
 *What the user typed*: a command again that had refused in one line, or `resume` after the job had ended with a line
@@ -589,7 +582,7 @@ def run_slurm_day(
         for thread in threads:
             thread.join()
     if report:
-        report.write_text(result.markdown())
+        put(result.markdown(), report)
     hit = sum(one.hit for one in result.outcomes)
     print(f"{hit} faults of {result.planned} planned, {len(result.violations)} violations")
     for what in result.violations:

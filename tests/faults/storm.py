@@ -29,6 +29,7 @@ from tests.faults.report import machine_lines, minutes
 from tests.faults.run import BACK_DEADLINE_S, Run
 from tests.faults.site import BATCH, SPARE, Site
 from tests.support.project import PROJECT
+from tools.sections import put
 
 PACE_MS = 100  # of a batch
 EPOCH_STEPS = 50
@@ -90,7 +91,7 @@ def run_storm(site: Site, period_s: float, deaths: int, report: Path | None) -> 
     page = _page(period_s, calm.total, laststep, torchrun, wrong)
     print(page)
     if report:
-        report.write_text(page)
+        put(page, report)
     return int(bool(wrong))
 
 
@@ -223,18 +224,14 @@ def _pauses(found: Sequence[float]) -> str:
 
 
 HEAD = """\
-# The storm
+## The storm
 
-`python -m tests.faults --storm --report docs/storm.md` kills a rank of a run again and again until the run has
-finished, on a throwaway Slurm, and writes this page. The weights and metrics must be those of an undisturbed run.
+`python -m tests.faults --storm --report docs/reports.md`: a rank is killed again and again until the run has finished.
 Meanwhile the same model trains under torchrun's elastic restart, under such deaths too, until Laststep is done.
 """
 FOOT = """\
-*Goodput*: the time that the kept steps take undisturbed (their number times the median time of a step), divided by the
-time since the first step.
-
-*torchrun*: `torchrun --max-restarts`, DistributedDataParallel and a checkpoint after each epoch, as in torch's own
-examples. An epoch has {steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death.
-
-*Pause*: the longest time between two steps after a death, so it includes one step.
+*Pause*: the longest time between two steps after a death. *Goodput*: the time that the kept steps take undisturbed
+(their number times the median time of a step), divided by the time since the first step. *torchrun*: `torchrun
+--max-restarts`, DistributedDataParallel and a checkpoint after each epoch, as in torch's own examples. An epoch has
+{steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death.
 """

@@ -1,1 +1,1 @@
-"""Differences planted into runs, to see whether `diff` finds each: `python -m tests.planted` makes docs/planted.md."""
+"""Differences planted into runs, to see whether `diff` finds each: `python -m tests.planted` reports on it."""

@@ -1,4 +1,4 @@
-"""Plant differences into pairs of runs, have `diff` look for them, and write docs/planted.md.
+"""Plant differences into pairs of runs, have `diff` look for them, and write a section of docs/reports.md.
 
     python -m tests.planted [--cases 60] [--pairs 100]
 
@@ -31,9 +31,9 @@ from laststep.submission import local
 from tests.planted.task import PLANT, SAMPLES
 from tests.support.project import PROJECT
 from tests.support.ranks import Attempt, train
+from tools.sections import put
 
 CACHE = PROJECT / ".cache" / "planted"
-PAGE = PROJECT / "docs" / "planted.md"
 BATCH, STEPS, SEED = 12, 12, 7
 KINDS = {"operator": 38, "sample": 8, "line": 6, "seed": 5, "threads": 3}
 TRIES = 4  # a bit that changes nothing else is drawn again
@@ -183,37 +183,26 @@ def results(name: str, count: int) -> list[dict[str, Any]]:
 
 
 def page(cases: int, pairs: int) -> str:
-    """docs/planted.md."""
+    """The section of docs/reports.md."""
     found, clean = results("case", cases), results("pair", pairs)
     counted = [one for one in found if one["right"] is not None]
     right = sum(bool(one["right"]) for one in counted)
     lines = [
-        "# Planted differences",
+        "## Planted differences",
         "",
-        "Does `diff` name the right place? `python -m tests.planted` trains pairs of runs of a small classifier on",
-        "CPUs (gloo, eager, 1 to 4 ranks, DDP and FSDP2), and plants one difference into the second run of a pair, at",
-        "a random step, rank and operator. All draws are seeded.",
+        "Does `diff` name the right place? `python -m tests.planted` trains pairs of runs of a small classifier",
+        "(gloo, eager, 1 to 4 ranks, DDP and FSDP2), and plants one difference into the second run of a pair, at a",
+        "random step, rank and operator. A bit is named rightly if the step, the rank, the operator and the number of",
+        "bits are. Bits that changed nothing that was recorded, or ended the run, were drawn again: "
+        f"{sum(o['harmless'] for o in found)}.",
         "",
-        f"Of {len(counted)} planted differences, `diff` named {right} rightly (planned: {cases}).",
-        f"Of {len(clean)} pairs without one, it found no difference in {sum(one['right'] for one in clean)}",
-        f"(planned: {pairs}). torch {torch.__version__}.",
-        "",
-        "An operator counts as named rightly if the step, the rank, the operator and the number of bits are. Bits that",
-        f"changed nothing that was recorded, or ended the run, were drawn again: {sum(o['harmless'] for o in found)}.",
-        "",
-        "| kind | planted | named rightly |",
-        "| --- | --- | --- |",
+        f"* `diff` named {right} of {len(counted)} differences rightly (planned: {cases})",
+        f"* it found no difference in {sum(one['right'] for one in clean)} of {len(clean)} pairs without one "
+        f"(planned: {pairs})",
+        f"* torch {torch.__version__}",
     ]
-    by_kind: dict[str, Counter[bool]] = {}
-    for one in counted:
-        kind = one["kind"]
-        if kind == "operator":
-            where = one.get("where") or ""
-            part = "backward pass" if where.startswith("backward") else "forward pass" if where else "loss or update"
-            kind = f"a bit, {part}"
-        by_kind.setdefault(kind, Counter())[bool(one["right"])] += 1
-    for kind, counts in sorted(by_kind.items()):
-        lines.append(f"| {kind} | {sum(counts.values())} | {counts[True]} |")
+    planted, named = Counter(map(_kind, counted)), Counter(_kind(one) for one in counted if one["right"])
+    lines.append(f"* rightly: {'; '.join(f'{kind}, {named[kind]} of {planted[kind]}' for kind in sorted(planted))}")
     if wrong := [one for one in counted if not one["right"]]:
         lines += [
             "",
@@ -227,6 +216,15 @@ def page(cases: int, pairs: int) -> str:
             for o in wrong
         ]
     return "\n".join(lines) + "\n"
+
+
+def _kind(one: Mapping[str, Any]) -> str:
+    """The kind of difference; of a bit, also where in the step it was."""
+    if one["kind"] != "operator":
+        return str(one["kind"])
+    where = one.get("where") or ""
+    part = "the backward pass" if where.startswith("backward") else "the forward pass" if where else "loss or update"
+    return f"a bit in {part}"
 
 
 def main() -> None:
@@ -251,7 +249,7 @@ def main() -> None:
                 result = do(number, Path(folder))
             file.write_text(json.dumps(result) + "\n")
             print(json.dumps(result), flush=True)
-    PAGE.write_text(page(args.cases, args.pairs))
+    put(page(args.cases, args.pairs))
 
 
 if __name__ == "__main__":

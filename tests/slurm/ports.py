@@ -1,6 +1,6 @@
 """The ports of examples/ports on a real Slurm, each struck by all that a day has.
 
-`python -m tests.slurm.ports [NAME...]` writes docs/ports.md.
+`python -m tests.slurm.ports [NAME...]` writes a section of docs/reports.md.
 
 Each runs twice on two nodes: once undisturbed, once stopped by a signal, with one rank killed, with all ranks killed,
 cancelled, and resumed. Weights and metrics must be the same.
@@ -28,10 +28,10 @@ from tests.proof.test_ports import ALL, PORTS, changed_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.user import User
 from tests.support.forked import forked_python
-from tests.support.project import PROJECT, make_shared_folder, remove_shared_folder
+from tests.support.project import make_shared_folder, remove_shared_folder
 from tests.support.ranks import fingerprint
+from tools.sections import put
 
-PAGE = PROJECT / "docs" / "ports.md"
 # Words that replace those of the tests, so that a run lasts for half a minute.
 LONGER = {
     "imagenet": "--epochs 12",
@@ -56,20 +56,17 @@ class Day(NamedTuple):
     lines: int  # changed
     proved: bool
     steps: int
-    struck: list[tuple[int, int]]  # after which step, and how many steps were lost; by strike
+    lost: list[int]  # steps, by strike
     same: bool  # weights and metrics of the undisturbed run
 
     @property
     def wrong(self) -> bool:
         """Whether it broke what docs promise. Only where all ranks die are steps lost: those since the last save."""
-        lost = [lost for _, lost in self.struck]
-        return not (self.proved and self.same) or len(lost) < len(STRIKES) or any(lost[:2] + lost[3:])
+        return not (self.proved and self.same) or len(self.lost) < len(STRIKES) or any(self.lost[:2] + self.lost[3:])
 
     def row(self) -> tuple[str, ...]:
         """As the page shows it."""
-        places = [f"{step}, {lost} lost" if lost else str(step) for step, lost in self.struck]
-        proved, same = ("EXACT" if self.proved else "**not exact**"), ("the same" if self.same else "**others**")
-        return self.name, str(self.lines), proved, str(self.steps), *places, same
+        return self.name, str(self.lines), str(self.steps), ", ".join(map(str, self.lost[2:3]))
 
 
 def main(words: Sequence[str]) -> int:
@@ -90,7 +87,7 @@ def main(words: Sequence[str]) -> int:
         cluster.stop()
         remove_shared_folder()
     if names == list(ALL):
-        PAGE.write_text(page(days))
+        put(page(days))
     if any(day.wrong for day in days):
         print(f"VIOLATION: see above; the folders of the runs are in {folder}")
         return 1
@@ -126,8 +123,8 @@ def a_day(cluster: Cluster, folder: Path, name: str, python: str) -> Day:
     user.waits_until_gone(job)
     user.types("resume", "struck")
     _comes_to(user, "struck", lambda: _ended(user, "struck"), "did not end")
-    struck = [(record["end_step"], record["lost_steps"]) for record in user.attempts("struck")]
-    return Day(name, changed_lines(name), proved, steps, struck[:-1], fingerprint(user.run("struck")) == alone)
+    lost = [record["lost_steps"] for record in user.attempts("struck")][:-1]
+    return Day(name, changed_lines(name), proved, steps, lost, fingerprint(user.run("struck")) == alone)
 
 
 def _comes_to(user: User, name: str, condition: Callable[[], object], failure: str) -> None:
@@ -160,16 +157,19 @@ def _trains_at(user: User, ended: int, goal: int) -> bool:
 
 def page(days: Sequence[Day]) -> str:
     """The page that docs show."""
-    heads = ("port", "lines changed", "`prove`", "steps", *(f"{strike} after step" for strike in STRIKES), "weights")
+    heads = ("port", "lines changed", "steps", "lost once all ranks were killed")
     return "\n".join(
         [
-            "# Scripts of others",
+            "## Scripts of others",
             "",
-            "Each folder of `examples/ports` has a script with the habits of a well-known one, and its port. Each port",
-            "was proved, and trained on two nodes of a real Slurm, undisturbed and struck. Where all ranks are killed",
-            "at once, the steps since the last save are done again. `make ports` makes this page:",
-            *(f"{line}." for line in machine_lines()[:1]),
-            *(f"{line}, no GPU." for line in machine_lines()[1:]),
+            "`make ports`: each folder of `examples/ports` has a script with the habits of a well-known one, and its",
+            "port. Each port was proved, and trained on two nodes, once undisturbed and once with all of these:",
+            f"{', '.join(STRIKES)}. Where all ranks are killed at once, the steps since the last save are done again.",
+            "",
+            f"* {len(days)} ports: EXACT by `prove` {sum(day.proved for day in days)}, "
+            f"with the undisturbed weights and metrics {sum(day.same for day in days)}, "
+            f"broke a promise {sum(day.wrong for day in days)}",
+            *(f"* {line}" for line in machine_lines()),
             "",
             *table([heads, *(day.row() for day in days)]),
             "",

@@ -21,6 +21,7 @@ from tests.worst_day.disk import ROLES, Call
 from tests.worst_day.plan import make_plan
 from tests.worst_day.report import Report
 from tests.worst_day.scenario import Victim, carry_out, expected
+from tools.sections import put
 
 SCENARIOS = ("local", "job")
 
@@ -33,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time (default: 2)")
     parser.add_argument("--only", metavar="TEXT", help="only the faults whose names contain this")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep the outcome of each run here")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report here, e.g. docs/worst-day.md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="a page to write a section of: docs/reports.md")
     parser.add_argument("--keep", action="store_true", help="keep the folder of each run, not only of bad ones")
     given = parser.parse_args(words)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -108,7 +109,7 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
         left.clear()
         print("interrupted; the same command continues", file=sys.stderr)
     if given.report:
-        given.report.write_text(report.markdown())
+        put(report.markdown(), given.report)
     outcomes = Counter(one["outcome"] for one in report.done.values())
     print(f"{len(report.done)} runs: {', '.join(f'{count} {what}' for what, count in outcomes.most_common())}")
     return int(bool(report.violations))
