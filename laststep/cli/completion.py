@@ -24,13 +24,13 @@ FILES = ":files"  # printed where only a path fits: the shell completes paths it
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
-configurations, keys and their values."""
+configurations, keys and values."""
 EPILOG = "For example, in ~/.bashrc:\n  source <({path} completion bash)"
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what completion takes."""
-    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="the shell to source it: bash or zsh")
+    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ To keep the weights: {program} export RUN OUT.safetensors"""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what delete takes."""
-    add_sweep(parser, "delete the runs of this sweep")
+    add_sweep(parser, "all runs of this sweep")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     add_runs(parser)
 

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from laststep.rundir import RunDir
 
 DESCRIPTION = """\
-Find where two runs part: what differs in their configuration, code and
-environment; the first step whose metrics or digests differ; and, by doing that
-step again for both on this machine, the first operator whose result differs."""
+Find where two runs part: what differs in configuration, code and environment;
+the first step whose metrics or digests differ; and, by doing that step again
+for both here, the first operator whose result differs."""
 EPILOG = """\
-Exit status: 0 no difference; 1 they differ; 2 the command is wrong."""
+Exit status: 0 no difference; 1 they differ; 2 wrong input."""
 MOST = 8  # lines of one kind
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what diff takes."""
-    parser.add_argument("--records", action="store_true", help="compare the records alone: do no step again")
+    parser.add_argument("--records", action="store_true", help="do no step again")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("first", metavar="A", help="name or folder of a run")
     parser.add_argument("second", metavar="B", help="name or folder of another")

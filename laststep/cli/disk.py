@@ -26,9 +26,9 @@ from laststep.runs.run_status import StatusReader
 from laststep.say import command, note
 
 DESCRIPTION = """\
-Show what each run holds on the disk: checkpoints, code, logs; the environments
-that runs share (launch.uv); and what may go, with the command that removes it.
-Removes nothing itself. Of a run that waits or trains nothing may go."""
+Show what each run holds on the disk, the environments that runs share
+(launch.uv), and what may go, with the command that removes it. Removes nothing
+itself."""
 ENVIRONMENTS = ".environments*"  # see laststep.code.uv
 LEFT_S = 86_400.0  # nothing takes a day to be written or removed
 LEFT = ("*.tmp", ".doctor-*", ".hello-*", f"{ENVIRONMENTS}/*.tmp")
@@ -36,7 +36,7 @@ LEFT = ("*.tmp", ".doctor-*", ".hello-*", f"{ENVIRONMENTS}/*.tmp")
 
 def add_arguments(parser: Parser) -> None:
     """Declare what disk takes."""
-    parser.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar=ROOT_KEY, help="the folder that holds all runs")
 
 

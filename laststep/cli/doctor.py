@@ -29,10 +29,10 @@ OPTIONS: KeyOptions = {
     **{option: JOB_OPTIONS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
 }
 DESCRIPTION = """Check this machine, this cluster and the folder of all runs for anything that
-could break a run. With --nodes: submit a short job in which every rank meets
-the others, says hello and measures all-reduces."""
-EPILOG = """Exit status: 0 no problem found, or every rank said hello; 1 a problem found, or
-a rank did not say hello; 2 wrong input.
+could break a run. With --nodes: submit a short job whose ranks meet, say hello
+and measure all-reduces."""
+EPILOG = """Exit status: 0 no problem; 1 a problem, or a rank that did not say hello;
+2 wrong input.
 """
 
 

@@ -23,14 +23,12 @@ from laststep.runs import run_config, run_folders
 from laststep.tasks import ready_made
 
 DESCRIPTION = """\
-Validate the weights of a run's newest checkpoint in this process, on the GPU
-if there is one. They are the averaged weights if train.ema_decay is set.
-After one rank's training the metrics are equal to those that the run itself
-has measured; after several, sums are added in another order."""
+Validate the weights of a run's newest checkpoint in this process: the averaged
+weights, if train.ema_decay is set. After training on one rank the metrics are
+those of the run; after several, sums are added in another order."""
 EPILOG = """\
 For example, on other images: evaluate RUN --best data.root=/data/newer
-Keys that can change: data.*, train.batch_size, device; launch.root says where
-the run is. train.batch_size is by default what each rank had."""
+train.batch_size is by default what each rank had."""
 CHANGEABLE = ("data.", "train.batch_size=", "device=", "launch.root=")
 # The run's ranks were perhaps many, on other machines; here is one.
 ONE_RANK = (
@@ -43,9 +41,9 @@ ONE_RANK = (
 def add_arguments(parser: Parser) -> None:
     """Declare what evaluate takes."""
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help="change data.* or train.batch_size")
+    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help="change data.*, train.batch_size or device")
     add_checkpoint(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -170,7 +170,7 @@ def add_checkpoint(parser: Parser) -> None:
 
 def add_runs(parser: Parser) -> None:
     """Several runs, and where to find them; `split` separates the two."""
-    parser.add_argument("words", nargs="*", metavar="RUN", help="name or folder of a run")
+    parser.add_argument("words", nargs="*", metavar="RUN", help="name or folder of the run")
 
 
 def add_sweep(parser: Parser, help: str) -> None:

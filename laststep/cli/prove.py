@@ -45,15 +45,12 @@ DESCRIPTION = """\
 Prove on this machine that a script resumes exactly: train it twice undisturbed,
 then stop it, kill one of its ranks and resume it, and compare every step."""
 EPILOG = """\
-Takes submit's options. Trains with the ranks of the configuration, and at least
-two unless it names a number, in a throwaway folder (in TMPDIR) with a copy of
-the project; trackers are off. What is too large to copy (10,000 entries, 1 GB)
-is linked. Files that change meanwhile in the project, or under an absolute path
-that the script is given, are named; other places are not looked at.
-Compared after each step, on each rank: all registered state, the batch, the
-inputs of the model, and metrics.jsonl. For the first difference it names the
-step, the values and the rule that it points to. Numbers of the script's own
-that a resume changes are named even if no weights depend on them.
+Trains on the ranks of the configuration, or on two, in a copy of the project
+(in TMPDIR); what is too large to copy (10,000 entries, 1 GB) is linked. Files
+that change in the project, or under an absolute path that the script is given,
+are named; other places are not looked at. Trackers are off.
+Compares after each step, on each rank: registered state, batch, inputs of the
+model, metrics.jsonl. Shows the first difference, and the rule it points to.
 Exit status: 0 exact; 1 not exact, or the script fails; 2 wrong input.
 """
 
@@ -65,22 +62,22 @@ def add_arguments(parser: Parser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="train N steps (default: into the second epoch, but 20 to 100)",
+        help="train N steps (default: 20 to 100, into the second epoch)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help="take about M minutes: fewer steps, and fewer stops, where time is short",
+        help="about M minutes, with fewer steps and stops",
     )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="NAME",
-        help="a metric or a registered value that may differ, or a pattern of names; again for more",
+        help="a metric or registered value that may differ; again for more",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; the progress goes to stderr")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,14 +43,10 @@ Start it under any launcher; each process finds out which rank it is:
   torchrun --nproc-per-node 4 -m laststep --name first
   srun python -m laststep --name first           in an sbatch script or salloc
   mpirun python -m laststep --name first         Open MPI
-To continue a run, repeat the command with the same name. Without --name, the
-name is made from the configuration's name and the job id.
-`python -m laststep hello` tests in seconds whether the ranks find each other.
-
-Any key=value sets a configuration key; `{command} --config mnist --dry-run`
-prints them all.
-launch.nodes and its like are not for this: here the launcher decides how
-many ranks there are.
+The same command with the same name continues the run. The launcher, not
+launch.nodes and its like, decides how many ranks there are.
+`python -m laststep hello` tests in seconds whether the ranks find each other;
+of keys, `{command} --config mnist --dry-run` prints them all.
 """
 
 
@@ -191,16 +187,16 @@ def _check_same(config: Config, started: Config) -> None:
 
 
 HELLO_DESCRIPTION = """\
-Every rank meets the others as in a run, says who it is, and helps to sum a one
-from each rank."""
+Every rank meets the others as in a run, says who it is, and adds a one to a sum
+over all ranks."""
 HELLO_EPILOG = """\
 Start it the way you start a run:
   python -m laststep hello --spawn 4
   torchrun --nproc-per-node 4 -m laststep hello
   srun python -m laststep hello
   mpirun python -m laststep hello
-Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive
-or has a wrong sum; 2 wrong input.
+Exit status: 0 every rank arrived and has the right sum; 1 one has not; 2 wrong
+input.
 """
 SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
 

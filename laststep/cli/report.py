@@ -24,9 +24,9 @@ HTML page: report.html, in the folder of the run, or for several runs here."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what report takes."""
-    add_sweep(parser, "show the runs of this sweep")
+    add_sweep(parser, "all runs of this sweep")
     add_runs(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the page to this file instead")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write this file instead")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,42 +36,40 @@ from laststep.say import command, listed, note
 
 POLL_S = 10.0  # of --watch
 DESCRIPTION = """\
-Continue a run in a new job, from its newest intact checkpoint. A finished run
-is continued only to a later end: train.epochs=N or train.max_steps=N. Words
-after -- are added to those of the run's script."""
+Continue a run in a new job, from its newest intact checkpoint; a finished run
+only to a later end. Words after -- are added to those of the run's script."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what resume takes."""
     parser.passes_on = True
-    add_sweep(parser, "continue each run of this sweep that has not finished and has no job")
+    add_sweep(parser, "each run of this sweep that has not finished and has no job")
     parser.add_argument("run", metavar="RUN", nargs="?", help="name or folder of the run")
     add_key_options(parser, JOB_OPTIONS)
     add_ways(parser)
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="stay, and resume the run each time its job has ended before it. For a login node of a cluster whose "
-        "compute nodes cannot call scontrol, and so cannot requeue a job",
+        help="stay, and resume the run each time its job ends before it: on a login node, where compute nodes cannot "
+        "requeue a job",
     )
     parser.add_argument(
         "--code",
         choices=("same", "new"),
-        help="which code a job runs. same (the default): the copy that the run has trained with; new: the repository "
-        "as it is now. Needed where a run has failed in a file that has changed since",
+        help="the code of the job. same (the default): the copy of the run; new: the repository as it is now. Needed "
+        "if a run has failed in a file that has changed since",
     )
     parser.add_argument(
         "--force",
         action="store_true",
-        help="with --local: do so although Slurm does not answer. Only if the cluster is gone: a job of the run "
-        "that still waits would continue it as well",
+        help="with --local: even if Slurm does not answer. Only if the cluster is gone: a waiting job of the run "
+        "would continue it as well",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar=LAUNCH_KEY,
-        help="a launch.* or track.* key to change, or a later end: train.epochs=N, train.max_steps=N; the rest of "
-        "the run's configuration stays as it is",
+        help="a launch.* or track.* key, or a later end: train.epochs=N, train.max_steps=N",
     )
 
 

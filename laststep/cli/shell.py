@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from laststep.config.config import Config
 
 DESCRIPTION = """\
-Ask Slurm for nodes, and open a shell once they are there. In it, --local and
---nodes N start ranks on these nodes at once, as often as you like: Ctrl-C stops
-them and keeps every step. `resume RUN` continues such a run in a job of its
-own; leaving the shell gives the nodes back."""
+Ask Slurm for nodes, and open a shell on them. In it, --local and --nodes N
+start ranks on these nodes at once, as often as you like. `resume RUN` continues
+such a run in a job of its own; leaving the shell gives the nodes back."""
 EPILOG = """\
-The settings of the site, of configs/default.yaml and of the words typed here
-hold in the shell. Words after -- are a command to run in its place:
+What is typed here holds in the shell. Words after -- are a command to run in
+its place:
   {program} shell --nodes 2 --gpus-per-node 4 --time 2:00:00
   {program} shell --nodes 1 -- {path} --local train.py"""
 

@@ -24,9 +24,7 @@ verbs (default: submit; for the help of a verb: {{program}} help VERB):
 A script comes last, with its own words; so does a module, after -m, and any
 other command, after --:
   {{program}} --nodes 2 train.py --lr 3e-4
-
-Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
-`{{program}} --config mnist --dry-run` prints them all, with values.
+Of keys, `{{program}} --config mnist --dry-run` prints them all, with values.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
@@ -40,16 +38,15 @@ def add_arguments(parser: Parser) -> None:
         "--from",
         dest="source",
         metavar="RUN[@STEP]",
-        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is; "
-        "@STEP: after that step, which is done again here where it has no checkpoint; "
-        "or a file or folder: begin with the weights and the optimiser that another tool has saved there",
+        help="begin with the configuration, the newest checkpoint and the metrics of this run; @STEP: after that step, "
+        "which is done again here if it has no checkpoint; or with the weights and the optimiser that another tool "
+        "has saved in a file or folder",
     )
     add_ways(parser)
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="only see whether it works, in seconds: some steps, a save, a resume and a validation, here, in a "
-        "throwaway folder",
+        help="see in seconds whether it works: some steps, a save, a resume and a validation, in a throwaway folder",
     )
 
 

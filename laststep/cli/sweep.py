@@ -19,16 +19,12 @@ if TYPE_CHECKING:
     from laststep.submission.sweep import Change
 
 DESCRIPTION = """\
-Submit one run per combination of values, as a single Slurm array. Repeat the
-command to submit the runs that are missing or have not finished. --local runs
-them one after another on this machine: a run that fails does not end the sweep,
-Ctrl-C does; the run keeps its steps, and the same command again continues."""
+Submit one run per combination of values, as one Slurm array. The same command
+again submits the runs that are missing or have not finished. Under --local, a
+run that fails does not end the sweep; Ctrl-C does, and keeps the run's steps."""
 EPILOG = """\
-key=v1,v2 or key=0..4 gives a key several values. All options and all other
-key=value words apply to every run. For example:
-  {program} sweep --name scan --parallel 4 \\
-      optim.lr=0.1,0.03 seed=0..4 train.epochs=20
-Of a script's own words, those marked by @ vary; all others stay as they are:
+Keys vary by v1,v2 or 0..4, a script's own words by @:
+  {program} sweep --name scan --parallel 4 optim.lr=0.1,0.03 seed=0..4
   {program} sweep --nodes 2 train.py --lr @1e-3,3e-4 --betas 0.9,0.95
 """
 

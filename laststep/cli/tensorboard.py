@@ -25,16 +25,16 @@ DESCRIPTION = """\
 Show the curves of all runs, or of the named ones, in TensorBoard until Ctrl-C.
 Runs that begin meanwhile are added."""
 EPILOG = """\
-Words after -- are options of tensorboard itself; `-- --help` lists them:
+Words after -- are tensorboard's own options:
   {program} tensorboard first -- --reload_interval 30"""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what tensorboard takes."""
-    parser.add_argument("--port", type=int, metavar="N", help="the port to serve at (default: 6006, or the next free)")
-    parser.add_argument("--host", metavar="NAME", help="the address to serve at (default: localhost)")
+    parser.add_argument("--port", type=int, metavar="N", help="the port (default: 6006, or the next free)")
+    parser.add_argument("--host", metavar="NAME", help="the address (default: localhost)")
     parser.add_argument("--bind_all", action="store_true", help="let other machines connect")
-    add_sweep(parser, "show the runs of this sweep")
+    add_sweep(parser, "all runs of this sweep")
     add_runs(parser)
     parser.passes_on = True
 
