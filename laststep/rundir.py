@@ -14,10 +14,10 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
 
 
-def put(path: Path, text: str) -> None:
-    """Write a file in one step: a reader finds the old one or all of the new one. Raises OSError."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a small file, or replace it, at once for any reader. Raises OSError."""
     temporary = aside(path)
-    temporary.write_text(text)
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
 
 

@@ -27,12 +27,12 @@ from laststep.config.anchors import Anchors
 from laststep.config.errors import DiskError
 from laststep.config.ranking import Ranking
 from laststep.config.schema import Checkpoint
-from laststep.observe.progress import Progress
 from laststep.ranks.group import Group, PeerLost
 from laststep.ranks.process import run_time
 from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import MetricsFile
+from laststep.records.progress import Progress
 from laststep.rundir import RunDir
 
 MAX_FAILED = 3  # saves in a row, before the attempt fails

@@ -17,7 +17,7 @@ from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
 from laststep.config.schema import COMMAND, SCRIPT, Settings
-from laststep.rundir import put
+from laststep.rundir import write_whole
 
 C = TypeVar("C", bound=Settings)
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
@@ -88,7 +88,7 @@ class Config(Settings):
 
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path` atomically."""
-        put(path, self.to_yaml())
+        write_whole(path, self.to_yaml())
 
 
 def with_launch(config: C, **changed: Any) -> C:

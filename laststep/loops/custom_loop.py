@@ -52,8 +52,8 @@ from laststep.loops.measured import LoggedValues, as_numbers, finite
 from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, unwrapped
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
+from laststep.ranks.beside import signpost
 from laststep.ranks.group import Group
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import ShardPlace
 from laststep.records.media import keep, without_media
 from laststep.say import counted

@@ -58,19 +58,18 @@ from laststep.loops import digest
 from laststep.loops.digest import StateDigest
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import MOST_COPIED, Copies, HostSnapshot, Ring, StepSnapshot, open_link
-from laststep.observe.progress import Progress, StartupTimer
-from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
-from laststep.ranks import nccl
+from laststep.ranks.beside import signpost
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.signpost import signpost
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import DIGEST, MetricsFile
 from laststep.records.probes import ProbePlan
+from laststep.records.progress import Progress, StartupTimer
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from laststep.say import say
 
@@ -298,11 +297,9 @@ class Engine:
     def check_given(self, given: GivenKeys, among: Collection[str] = ("",)) -> None:
         """Raise ConfigError on every rank for a key, in the sections `among`, that the user has set and that rank 0 has
         not read: it reads what the others do, and what it logs. A collective."""
-        problem = nccl.to_tensor(str(given.problem(among) or ""), 1000).to(self.group.device)
-        self.group.broadcast([problem])
-        if text := nccl.from_tensor(problem):
+        if problem := self.group.broadcast_bytes(str(given.problem(among) or "").encode()).decode():
             self.spoil()  # no rescue saves what has hardly begun
-            raise ConfigError(text)
+            raise ConfigError(problem)
 
     # The loop, in each step
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.compat import kernels, tree_leaves, tree_map
+from laststep.compat import tree_leaves, tree_map
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
@@ -150,14 +150,14 @@ class Replicated(Gradients):
         if isinstance(self.parallel, DistributedDataParallel):
             if self._unused is not None:
                 self._unused.begin()
-            kernels.backward(scaled, self._loss_tap, loss)
+            compat.backward(scaled, self._loss_tap, loss)
             if self.parallel.require_backward_grad_sync:
                 if self._unused is not None:
                     self._unused.complete()
                 if (missing := compat.missing_gradients(self.parallel)) is not None:
                     raise ConfigError(unused(self.parallel, missing, self._task))
         else:  # the same, faster
-            kernels.backward(scaled)
+            compat.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
     def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:

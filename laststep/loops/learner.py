@@ -20,7 +20,6 @@ from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
 from laststep.checkpoint.shards import local_of, shard_count
-from laststep.compat import compiler, kernels
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
@@ -148,7 +147,7 @@ class Learner:
         nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else kernels.step(self.optimizer)
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else compat.step(self.optimizer)
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
@@ -564,8 +563,8 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
         checkpoint_activations(model, train.compile)
     if train.compile:
         if train.cuda_graphs:
-            compiler.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
-        compiler.compile_in_place(model, "reduce-overhead" if train.cuda_graphs else None)
+            compat.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
+        compat.compile_in_place(model, "reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
 
@@ -584,7 +583,7 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
         checkpoint_activations(model, train.compile)
     if train.compile:
         for block in repeated_blocks(model):  # one compiled part would gather all weights at once
-            compiler.compile_in_place(block)
+            compat.compile_in_place(block)
     shard(models, task, config, group, place)
     if values is not None:
         values.fill(models, place, group)
@@ -619,7 +618,7 @@ def check_gradients(model: nn.Module, task: str) -> None:
 
 def report_cuda_graphs(train: Train, group: Group) -> None:
     """After the warm-up: say if torch has left out CUDA graphs that it should have recorded, which it does silently."""
-    if train.cuda_graphs and group.world.rank == 0 and not compiler.has_cuda_graphs(group.device):
+    if train.cuda_graphs and group.world.rank == 0 and not compat.has_cuda_graphs(group.device):
         say(
             "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs of this model, or not of all of it; "
             "with TORCH_LOGS=cudagraphs in the environment it says why"

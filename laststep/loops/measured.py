@@ -12,9 +12,9 @@ from torch import Tensor
 
 from laststep.checkpoint.manager import CheckpointManager
 from laststep.config.errors import ConfigError
-from laststep.observe.progress import Progress
 from laststep.ranks.device import start_copy_to_host
 from laststep.ranks.group import Group, tree_sum
+from laststep.records.progress import Progress
 
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
 MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
@@ -252,15 +252,7 @@ class LoggedValues:
 
 def _from_rank_0(values: dict[str, Any], group: Group) -> dict[str, Any]:
     """Rank 0's values, on every rank. A collective."""
-    if group.world.size == 1:
-        return values
-    text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
-    size = torch.tensor(len(text), device=group.collective_device)
-    group.broadcast([size])
-    received = text if group.world.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-    received = received.to(group.collective_device)
-    group.broadcast([received])
-    found: dict[str, Any] = json.loads(received.cpu().numpy().tobytes())
+    found: dict[str, Any] = json.loads(group.broadcast_bytes(json.dumps(values).encode()))
     return found
 
 

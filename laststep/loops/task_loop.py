@@ -42,8 +42,8 @@ from laststep.loops.registered import difference_between_ranks
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order, schedule_keys
+from laststep.ranks.beside import signpost
 from laststep.ranks.group import Group, join, tree_sum
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir

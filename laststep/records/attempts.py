@@ -34,7 +34,7 @@ from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, r
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
 from laststep.records.submissions import read_submissions
-from laststep.rundir import RunDir, aside, fsync, put
+from laststep.rundir import RunDir, aside, fsync, write_whole
 
 
 def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:
@@ -402,7 +402,8 @@ def write_answer(path: Path, world: World, again: bool) -> None:
     starts = before.starts if before and (before.job_id, before.restart) == (world.job_id, world.restart) else 0
     if before and before.after == world.attempt:
         starts -= before.again
-    put(path, json.dumps(Answer(world.attempt, again, world.job_id, world.restart, starts + again)._asdict()))
+    answer = Answer(world.attempt, again, world.job_id, world.restart, starts + again)
+    write_whole(path, json.dumps(answer._asdict()))
 
 
 def read_answer(path: Path) -> Answer | None:

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from laststep.config.ranking import Ranking
 from laststep.config.schema import READY_MADE
-from laststep.observe.progress import duration
 from laststep.records.attempt_record import AttemptRecord, start_of
+from laststep.records.progress import duration
 from laststep.records.submissions import SubmissionRecord
 from laststep.report.curves import Curve, Curves, Figure, colour, draw, legend
 from laststep.runs.run_status import RunStatus, TimeSplit

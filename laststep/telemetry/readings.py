@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from laststep.observe.progress import duration
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import last_lines, parsed, place_of
+from laststep.records.progress import duration
 from laststep.rundir import RunDir
 
 TAIL = 16 << 10  # bytes at the end of a file: several lines, also of a node with 16 GPUs

@@ -25,8 +25,8 @@ from laststep.doctor import diagnosis
 from laststep.doctor import greeting as hello
 from laststep.doctor.diagnosis import RunRoot, check_bad_nodes, check_gpus, check_run_root, mount_of
 from laststep.doctor.greeting import Greeting, RollCall
-from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
-from laststep.ranks.slurm import parse_records
+from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm
+from laststep.ranks.slurm import parse_config, parse_records
 from laststep.rundir import RunDir
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python

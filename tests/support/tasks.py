@@ -29,9 +29,9 @@ from laststep.config.config import Config
 from laststep.data import image_files
 from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
-from laststep.observe import progress, tensorboard_writer
 from laststep.ranks import watchdog
 from laststep.ranks.launchers import detect_world
+from laststep.records import progress, tensorboard_writer
 from laststep.records.metrics import MetricsFile, read_lines
 from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification
@@ -685,7 +685,7 @@ class Drawn(Faulty):
 
     def await_curves(self) -> None:
         """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from laststep.observe.tensorboard_writer import Points
+        from laststep.records.tensorboard_writer import Points
 
         run = Trainer(self.config).run
         wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")
