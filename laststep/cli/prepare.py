@@ -14,9 +14,9 @@ from laststep.say import command, counted
 
 DESCRIPTION = """\
 Make token files in the folder OUT from text, to train a language model on.
-TEXT is plain text (one document), .jsonl (one document per line, in its field
-"text") or .parquet (one per row, in its column "text"). The same command
-continues after an interruption."""
+TEXT is plain text (one document), .jsonl (one per line, in its field "text") or
+.parquet (one per row, in its column "text"). The same command continues after
+an interruption."""
 EPILOG = """\
 Then train on them: {program} --config classics data.name=tokens data.root=OUT"""
 
