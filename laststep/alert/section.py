@@ -15,12 +15,11 @@ class Alert:
 
     when: list[str] = setting(
         ["failed", "finished", "hung", "idle", "diverged"],
-        "the events to send: failed (the run ended, and does not continue by itself), finished, requeued, hung, idle "
-        "(the GPUs of a node for 5 minutes), diverged (the loss left its range for 20 steps)",
+        "the events to send, of failed, finished, requeued, hung, idle (the GPUs of a node) and diverged (the loss)",
     )
     to: list[str] = setting(
         [],
-        "where to: URLs of apprise, such as the webhook of Slack or Discord, mailtos://USER:PASSWORD@HOST or "
-        "ntfy://TOPIC, and commands, which read the text from stdin. A secret: kept in secrets.json of the run",
+        "where to: URLs of apprise, such as Slack's webhook or mailtos://USER:PASSWORD@HOST, and commands, which read "
+        "the text from stdin. Kept in secrets.json of the run",
         secret=True,
     )

@@ -35,8 +35,8 @@ pattern: 'scan-*'."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what cancel takes."""
-    add_sweep(parser, "cancel the runs of this sweep")
-    add_runs(parser, nargs="*")
+    add_sweep(parser, "all runs of this sweep")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 from laststep.cli.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from laststep.config.checks import check_values
 from laststep.config.config import Config
-from laststep.doctor import determinism
-from laststep.doctor.diagnosis import RunRoot, diagnose
+from laststep.doctor import diagnosis
 from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from laststep.ranks.slurm import SlurmError
 from laststep.runs import run_folders
@@ -30,10 +29,10 @@ OPTIONS: KeyOptions = {
     **{option: JOB_OPTIONS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
 }
 DESCRIPTION = """Check this machine, this cluster and the folder of all runs for anything that
-could break a run. With --nodes: submit a short job in which every rank meets
-the others, says hello and measures all-reduces."""
-EPILOG = """Exit status: 0 no problem found, or every rank said hello; 1 a problem found, or
-a rank did not say hello; 2 wrong input.
+could break a run. With --nodes: submit a short job whose ranks meet, say hello
+and measure all-reduces."""
+EPILOG = """Exit status: 0 no problem; 1 a problem, or a rank that did not say hello;
+2 wrong input.
 """
 
 
@@ -46,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check this machine and cluster, or with --nodes the nodes; returns the exit status."""
     # Any number of ranks will do: nothing is trained, so no batch must be divisible by it.
-    config = Config.read(None, overrides_of(args, OPTIONS), run_folders.site())
+    config = Config.read(None, overrides_of(args), run_folders.site())
     check_values(config)
     return _check_here(config) if args.nodes is None else _check_nodes(config)
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_here(config: Config) -> int:
     """Print what is here and what could break a run; returns 1 if anything could."""
     run_folders.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
-    found = diagnose(config)
+    found = diagnosis.diagnose(config)
     _show("this machine", _machine())
     _show("launch.root", _folder(found.run_root))
     _show("environments", _environments())
@@ -71,8 +70,7 @@ def _check_here(config: Config) -> int:
 
 def _check_nodes(config: Config) -> int:
     """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
-    from laststep.doctor.greeting import bad_nodes, report, wrong_sums
-    from laststep.doctor.roll_call import LIMIT_MIN, RollCall
+    from laststep.doctor.greeting import LIMIT_MIN, RollCall, bad_nodes, report, wrong_sums
 
     launch = config.launch
     launch.nodes, launch.spare_nodes = launch.node_counts[-1], 0  # of a range, as many as a run may get
@@ -112,7 +110,7 @@ def _check_nodes(config: Config) -> int:
 def _show(title: str, facts: Facts) -> None:
     print(title)
     for name, value in facts:
-        note(f"  {name:<16}{value}", sys.stdout, indent=18)
+        note(f"  {name:<18}{value}", sys.stdout, indent=20)
     print()
 
 
@@ -133,7 +131,7 @@ def _machine() -> Facts:
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
         facts.append((f"GPU {index}", f"{gpu.name}, {memory}, capability {gpu.major}.{gpu.minor}"))
     if torch.cuda.device_count():
-        facts.append(("deterministic", determinism.describe_cost(torch.device("cuda", 0))))
+        facts.append(("deterministic", diagnosis.describe_cost(torch.device("cuda", 0))))
     else:
         facts.append(("GPUs", "none that torch can use; --local and --debug train on the CPU"))
     facts.append(("CPUs", len(os.sched_getaffinity(0))))
@@ -175,7 +173,7 @@ def _driver() -> str | None:
     return found[0] if found else None
 
 
-def _folder(root: RunRoot) -> Facts:
+def _folder(root: diagnosis.RunRoot) -> Facts:
     return [
         ("folder", root.path),
         ("file system", f"{root.kind}, {root.free_bytes / 1e9:.0f} GB free"),

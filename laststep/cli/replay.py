@@ -6,28 +6,26 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from laststep.cli.parsers import JOB_OPTIONS, LAUNCH_KEY, Parser, add_key_options, named_run, overrides_of
 from laststep.config.errors import ConfigError
 from laststep.say import counted
 
 if TYPE_CHECKING:
+    from laststep.replay.again import Stretch
     from laststep.rundir import RunDir
 
 DESCRIPTION = """\
-Do a step of a run again, from the nearest checkpoint before it, with the same
-batch and the same bits, and say whether it came out the same: on this machine,
-or with --nodes or another launch word by a job. The run itself stays as it is."""
+Do a step of a run again, from the nearest checkpoint before it, and say whether
+it came out the same: on this machine, or with --nodes or another launch word by
+a job. The run itself stays as it is."""
 EPILOG = """\
-With train.shares one rank is enough, whatever the run has used; else as many
-ranks start as have done the step. A job is a run of its own, RUN-replay-N-...,
-beside RUN; it has RUN's launch.* keys but for those that are given here.
-Exit status: 0 the same; 1 not the same, or the run failed; 2 the command is
-wrong."""
+With train.shares one rank is enough; else as many start as have done the step.
+A job is a run of its own, RUN-replay-N-..., with RUN's launch.* keys.
+Exit status: 0 the same; 1 not the same, or the run failed; 2 wrong input."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -35,49 +33,34 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
     parser.add_argument("--to", type=int, metavar="M", help="also the steps after it, up to this one")
     parser.add_argument("--ranks", type=int, metavar="R", help="on this many ranks, with train.shares")
-    parser.add_argument("--save-batch", metavar="FILE", help="write the batch of step N, of rank 0, for torch.load")
-    parser.add_argument("--profile", metavar="FILE", help="write a trace of step N on rank 0, for chrome://tracing")
-    parser.add_argument("--debug", action="store_true", help="stop in pdb before step N, with the model and the batch")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the replayed run in this new folder, to look at it")
+    parser.add_argument("--save-batch", metavar="FILE", help="write rank 0's batch of step N, for torch.load")
+    parser.add_argument("--profile", metavar="FILE", help="write rank 0's trace of step N, for chrome://tracing")
+    parser.add_argument("--debug", action="store_true", help="stop in pdb before step N")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the replayed run in this new folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_key_options(parser, JOB_OPTIONS)
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar=LAUNCH_KEY, help="of the job; launch.root: the folder that holds all runs"
-    )
+    parser.add_argument("overrides", nargs="*", metavar=LAUNCH_KEY, help="of the job; or launch.root")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay; returns the exit status. Raises ConfigError."""
-    from laststep.replay import again
+    from laststep.replay import again, job
     from laststep.replay.again import Stretch
 
-    words = _job_words(args)
-    run = named_run(args)
+    words, run = _job_words(args), named_run(args)
     first, last = args.step, args.step if args.to is None else args.to
     stretch = Stretch.of(run, first, last, args.ranks, as_done=bool(words))
     if args.debug:
         again.check_debug(stretch)
-    asked = {
-        name: str(Path(path).absolute())
-        for name, path in (("batch", args.save_batch), ("trace", args.profile))
-        if path is not None
-    }
-    for path in asked.values():
-        if not Path(path).parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {Path(path).parent}")
-    begins = f"the checkpoint of step {stretch.start}" if stretch.start else "the beginning of the run"
-    say = sys.stderr if args.json else sys.stdout
-    plan = again.looking(first, asked) if asked else None
-    config = None
-    if words:
-        from laststep.replay import job
-
-        config = job.configured(stretch, words, plan)
-    else:
+    files = _files(args)
+    plan = again.looking(first, files) if files else None
+    config = job.configured(stretch, words, plan) if words else None
+    if config is None:
         again.check_gpus(stretch)
     ranks = stretch.ranks if config is None else config.launch.world_size
-    print(f"replay {run.name} from {begins}, {counted(ranks, 'rank')}", file=say, flush=True)
+    say = sys.stderr if args.json else sys.stdout
+    _announce(stretch, ranks, say)
     with _folder(args.keep) if config is None else contextlib.nullcontext(run.path) as folder:
         try:
             if config is not None:
@@ -97,35 +80,47 @@ def run(args: argparse.Namespace) -> int:
                 raise
             return 130
         found = again.differences(run, copy, first, last)
-        lines = again.steps_of(copy, first, last)
-        digests = again.compared_digests(run, first, last)
-        if args.json:
-            result = {
-                "run": run.name,
-                "from": stretch.start,
-                "ranks": ranks,
-                "steps": sorted(lines),
-                "same": not found,
-                "digests_compared": digests,
-                "differences": [one._asdict() for one in found],
-            }
-            print(json.dumps(result, indent=1))
-            return int(bool(found))
+        steps, digests = sorted(again.steps_of(copy, first, last)), again.compared_digests(run, first, last)
+    if args.json:
+        result = {
+            "run": run.name,
+            "from": stretch.start,
+            "ranks": ranks,
+            "steps": steps,
+            "same": not found,
+            "digests_compared": digests,
+            "differences": [one._asdict() for one in found],
+        }
+        print(json.dumps(result, indent=1))
+        return int(bool(found))
     for each in found[:10]:
         print(f"step   {each.step}: {each.name} was {each.recorded}, is {each.again}")
-    for name, path in asked.items():
+    for name, path in (*files.items(), *([("kept", args.keep)] if args.keep else [])):
         print(f"{name:<6} {path}")
-    if args.keep:
-        print(f"kept   {args.keep}")
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    shown = f"step {first}" if first == last else f"steps {first} to {last}"
     by = f"metrics and {counted(digests, 'digest')}" if digests else "metrics; the run has no digest of these steps"
-    print(f"{steps}: {'NOT the same' if found else 'the same'} ({by})")
+    print(f"{shown}: {'NOT the same' if found else 'the same'} ({by})")
     return int(bool(found))
+
+
+def _files(args: argparse.Namespace) -> dict[str, str]:
+    """The files to write, by what is asked for. Raises ConfigError."""
+    asked = {"batch": args.save_batch, "trace": args.profile}
+    files = {name: str(Path(path).absolute()) for name, path in asked.items() if path is not None}
+    for path in files.values():
+        if not Path(path).parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {Path(path).parent}")
+    return files
+
+
+def _announce(stretch: Stretch, ranks: int, say: IO[str]) -> None:
+    begins = f"the checkpoint of step {stretch.start}" if stretch.start else "the beginning of the run"
+    print(f"replay {stretch.run.name} from {begins}, {counted(ranks, 'rank')}", file=say, flush=True)
 
 
 def _job_words(args: argparse.Namespace) -> list[str]:
     """The `launch` words of a job; none: the replay is on this machine. Raises ConfigError."""
-    words = overrides_of(args, JOB_OPTIONS)
+    words = overrides_of(args)
     args.overrides = [word for word in words if word.startswith("launch.root=")]
     words = [word for word in words if word not in args.overrides]
     for word in words:
@@ -150,8 +145,7 @@ def again_up_to(source: RunDir, step: int) -> Iterator[RunDir]:
 
     stretch = Stretch.of(source, step, step)
     again.check_gpus(stretch)
-    begins = f"the checkpoint of step {stretch.start}" if stretch.start else "the beginning of the run"
-    print(f"replay {source.name} from {begins}, {counted(stretch.ranks, 'rank')}", flush=True)
+    _announce(stretch, stretch.ranks, sys.stdout)
     with _folder(None) as folder:
         copy = again.copy_of(stretch, folder)
         try:
@@ -170,19 +164,16 @@ def again_up_to(source: RunDir, step: int) -> Iterator[RunDir]:
 @contextlib.contextmanager
 def _folder(keep: str | None) -> Iterator[Path]:
     """Where the replay works; removed at the end, however the command ends, unless it is to be kept."""
-    from laststep.submission.sbatch import ended_by_signals
+    from laststep.submission.sbatch import ended_by_signals, throwaway_folder
 
-    if keep is not None:
-        place = Path(keep).absolute()
-        try:
-            place.mkdir()
-        except OSError as error:
-            raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
-        with ended_by_signals():
+    if keep is None:
+        with throwaway_folder("replay") as place:
             yield place
         return
-    with (
-        ended_by_signals(),
-        tempfile.TemporaryDirectory(prefix="laststep-replay-", ignore_cleanup_errors=True) as folder,
-    ):
-        yield Path(folder)
+    place = Path(keep).absolute()
+    try:
+        place.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
+    with ended_by_signals():
+        yield place

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +19,7 @@ from laststep.config.keys import as_written, assign, escaped, fields_of, parse_o
 from laststep.config.schema import COMMAND, SCRIPT, Settings
 from laststep.rundir import write_whole
 
+C = TypeVar("C", bound=Settings)
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
 
 
@@ -88,6 +89,11 @@ class Config(Settings):
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path` atomically."""
         write_whole(path, self.to_yaml())
+
+
+def with_launch(config: C, **changed: Any) -> C:
+    """The configuration with other values of these keys of `launch`."""
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **changed))
 
 
 def _with_script(config: Config) -> Config:

@@ -36,7 +36,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +194,7 @@ class Engine:
     def _open_ring(self, device: torch.device) -> None:
         """What a rescue reads."""
         self.queue = open_queue(device)
-        self.ring = Ring(self.queue, self._hold_step)
+        self.ring = Ring(self.queue, lambda: StepSnapshot(copy.copy(self._position), self.loop.hold()))
         self.records_lock = threading.Lock()
         self._records_locked = False  # by a rescue
         self._position = Position()
@@ -238,7 +237,10 @@ class Engine:
         the training set, where the configuration alone says in which order they are used."""
         self.progress.total_steps = total_steps
         if self.rank == 0:
-            _write_plan(self._plan, total_steps, batch_size, samples)
+            plan = {"total_steps": total_steps, "batch_size": batch_size}
+            plan |= {} if samples is None else {"samples": samples}
+            with contextlib.suppress(OSError):  # `status` then shows less
+                self._plan.write_text(json.dumps(plan) + "\n")
 
     def hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank holds, and saves, this shard of the state."""
@@ -417,10 +419,8 @@ class Engine:
         step = self._position.step
         if copies.is_due(step):
             with self.ring.waiting():
-                state, measured = (
-                    {"position": asdict(self._position), **self.loop.state()},
-                    self.readback.read_now(step),
-                )
+                state = {"position": asdict(self._position), **self.loop.state()}
+                measured = self.readback.read_now(step)
             copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
             copies.pace(step)
         if copies.is_due(step + 1):
@@ -585,11 +585,11 @@ class Engine:
 
     def _held_copies(self, copies: Copies) -> list[SavableCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
-        own = copies.own() if self.restored else []
-        kept = copies.kept() if self.restored else []
+        if not self.restored:
+            return []
         return [
-            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in own),
-            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in copies.own()),
+            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in copies.kept()),
         ]
 
     def _lock_records(self, timeout_s: float) -> bool:
@@ -612,9 +612,6 @@ class Engine:
         position.loss_sum, position.loss_samples, position.skipped = now.loss_sum, now.loss_samples, now.skipped
         return position
 
-    def _hold_step(self) -> StepSnapshot:
-        return StepSnapshot(copy.copy(self._position), self.loop.hold())
-
     def _frozen_state(self) -> dict[str, Any]:
         held = self.ring.held
         return {"position": asdict(self.position), **(self.loop.state() if held is None else held.state.state)}
@@ -622,9 +619,3 @@ class Engine:
 
 def _is_due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
-
-
-def _write_plan(path: Path, total_steps: int, batch_size: int, samples: int | None) -> None:
-    plan = {"total_steps": total_steps, "batch_size": batch_size, **({} if samples is None else {"samples": samples})}
-    with contextlib.suppress(OSError):  # `status` then shows less
-        path.write_text(json.dumps(plan) + "\n")

@@ -88,7 +88,8 @@ class Readback:
         if request.has_countdown:
             self._saves.due |= values[-1] == 0
             self._countdown_at = steps_done + int(values[-1])
-        return self._by_step(request.steps, values)
+        remaining, pending = iter(values), self._pending[: request.steps]
+        return [Measured(step, {name: next(remaining) for name in measured}) for step, measured in pending]
 
     def read_now(self, until: int) -> list[Measured]:
         """The values of the pending steps before `until` (from 0). Not a collective.
@@ -113,11 +114,6 @@ class Readback:
         countdown = torch.full((), steps, dtype=torch.float64, device=self._group.device)
         self._group.broadcast([countdown])
         return countdown
-
-    def _by_step(self, steps: int, values: list[float]) -> list[Measured]:
-        remaining = iter(values)
-        pending = self._pending[:steps]
-        return [Measured(step, {name: next(remaining) for name in measured}) for step, measured in pending]
 
 
 class LoggedValues:

@@ -3,7 +3,6 @@ curves for the report. Reading the use so far takes the last line of each node, 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from laststep.records.attempt_record import read_ended_attempts
-from laststep.records.metrics import last_lines, parsed
+from laststep.records.metrics import last_lines, parsed, place_of
 from laststep.records.progress import duration
 from laststep.rundir import RunDir
 
@@ -172,18 +171,7 @@ def line_at(path: Path, at: float) -> Mapping[str, Any]:
     except FileNotFoundError:
         return found
     with file:
-        low, high = 0, file.seek(0, os.SEEK_END)
-        while high - low > TAIL:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline()  # the rest of a line
-            if next((line["time"] for line in parsed(file, high) if "time" in line), at + 1) <= at:
-                low = middle
-            else:
-                high = middle
-        file.seek(low)
-        if low:
-            file.readline()
+        file.seek(place_of(file, at, "time"))
         for line in parsed(file):
             if line.get("time", 0.0) > at:
                 break

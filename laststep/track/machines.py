@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from laststep.records.metrics import parsed
+from laststep.records.metrics import place_of
 from laststep.rundir import RunDir
 
 LINES = 5000  # of a node, of one reading
-TAIL = 16 << 10  # bytes that are read through, when a place in a file is searched
 PLACE = ("time", "seconds", "attempt", "step")  # numbers that are no measures
 
 
@@ -46,7 +44,7 @@ class Machines:
         node = path.stem.replace(".", "_")  # trackers read a dot as a part of a part
         with path.open("rb") as file:
             if path not in self._offsets:
-                self._offsets[path] = _place_of(file, self._known.get(node, 0.0))
+                self._offsets[path] = place_of(file, self._known.get(node, 0.0), "time")
             file.seek(self._offsets[path])
             given = 0
             while given < LINES and (line := file.readline()).endswith(b"\n"):
@@ -80,20 +78,3 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, (int, float))]
         if numbers and name not in PLACE:
             yield name, fmean(numbers)
-
-
-def _place_of(file: Any, at: float) -> int:
-    """Where a line begins that comes before all lines after this time, but for few."""
-    low, high = 0, file.seek(0, os.SEEK_END)
-    while high - low > TAIL:
-        middle = (low + high) // 2
-        file.seek(middle)
-        file.readline()  # the rest of a line
-        if next((line["time"] for line in parsed(file, high) if "time" in line), at + 1) <= at:
-            low = middle
-        else:
-            high = middle
-    file.seek(low)
-    if low:
-        file.readline()
-    return int(file.tell())

@@ -11,13 +11,12 @@ from typing import Any
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.setting import setting
 
-HOW = "mode: online, or offline, where the nodes have no internet and `track RUN` sends; by: laststep, or script"
+HOW = "mode: online, or offline (`track RUN` sends); by: laststep, or script"
 
 
 @dataclass
 class Track:
-    """The trackers that show the run: one run of theirs for one training, each step once. Each is a mapping, such as
-    `track.wandb.project=mine`; without one, nothing is sent."""
+    """Trackers that show the run, e.g. `track.wandb.project=mine`; without one, nothing is sent."""
 
     wandb: dict[str, Any] = setting({}, f"Weights & Biases. project; entity; tags; {HOW}")
     mlflow: dict[str, Any] = setting({}, f"MLflow. uri: http://HOST:PORT, or sqlite:////PATH; experiment; tags; {HOW}")

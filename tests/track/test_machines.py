@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from laststep.config.config import Config
+from laststep.records.metrics import TAIL, place_of
 from laststep.rundir import RunDir
 from laststep.track import machines
 from laststep.track.machines import Machines, Measure
@@ -101,8 +102,8 @@ def test_a_long_file_is_not_read_again(run: RunDir) -> None:
     reader = Machines(run, {"n1": 29_900.0})
     assert [one.time for one in reader.read()] == [10.0 * number for number in range(2991, 3001)]
     with (run.telemetry / "n1.jsonl").open("rb") as file:
-        place = machines._place_of(file, 29_900.0)
-        assert place > file.seek(0, 2) - 2 * machines.TAIL
+        place = place_of(file, 29_900.0, "time")
+        assert place > file.seek(0, 2) - 2 * TAIL
 
 
 def test_wandb(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
