@@ -70,7 +70,7 @@ PHASES = {
     ".update(": "hash",
     "self.fn(": "hash",  # a pool calls it without a function of ours
     "file.write": "write",
-    "readinto": "read",
+    "preadv": "read",
     ".copy_(": "copy",
     "broadcast": "send",
     "madvise": "free memory",

@@ -184,7 +184,7 @@ def _hash(
         buffer = memoryview(bytearray(READ_BYTES if memory is None else 0))
         while True:
             piece = buffer if memory is None else memory[size : size + READ_BYTES]
-            if not (count := file.readinto(piece)):
+            if not piece or not (count := os.preadv(file.fileno(), [piece], size)):
                 break
             digest.update(piece[:count])
             size += count
