@@ -12,16 +12,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laststep.cli.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from laststep.config.checks import check_values
 from laststep.config.config import Config
-from laststep.doctor import diagnosis
-from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from laststep.ranks.slurm import SlurmError
 from laststep.runs import run_folders
 from laststep.say import counted, note
 from laststep.submission import machine_checks
+
+if TYPE_CHECKING:
+    from laststep.doctor.diagnosis import RunRoot
+    from laststep.doctor.slurm_settings import SlurmSettings
 
 Facts = Sequence[tuple[str, object]]
 OPTIONS: KeyOptions = {
@@ -52,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_here(config: Config) -> int:
     """Print what is here and what could break a run; returns 1 if anything could."""
+    from laststep.doctor.diagnosis import diagnose
+
     run_folders.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
-    found = diagnosis.diagnose(config)
+    found = diagnose(config)
     _show("this machine", _machine())
     _show("launch.root", _folder(found.run_root))
     _show("environments", _environments())
@@ -71,6 +76,7 @@ def _check_here(config: Config) -> int:
 def _check_nodes(config: Config) -> int:
     """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
     from laststep.doctor.greeting import LIMIT_MIN, RollCall, bad_nodes, report, wrong_sums
+    from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 
     launch = config.launch
     launch.nodes, launch.spare_nodes = launch.node_counts[-1], 0  # of a range, as many as a run may get
@@ -116,6 +122,8 @@ def _show(title: str, facts: Facts) -> None:
 
 def _machine() -> Facts:
     import torch
+
+    from laststep.doctor import diagnosis
 
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torchvision", "submitit", "omegaconf")]
     facts: list[tuple[str, object]] = [
@@ -173,7 +181,7 @@ def _driver() -> str | None:
     return found[0] if found else None
 
 
-def _folder(root: diagnosis.RunRoot) -> Facts:
+def _folder(root: RunRoot) -> Facts:
     return [
         ("folder", root.path),
         ("file system", f"{root.kind}, {root.free_bytes / 1e9:.0f} GB free"),

@@ -345,7 +345,7 @@ def test_a_machine_without_slurm(
     monkeypatch.setattr(diagnosis, "MIN_FREE_GB", 0)  # the disk of the tests may be nearly full
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
-    assert "no Slurm on this machine" in said and "GPUs            none" in said
+    assert "no Slurm on this machine" in said and "GPUs              none" in said
     assert "nothing found that could break a run" in said
     assert "no Slurm on this machine" in refusal(["doctor", "--nodes", "3"], capfd, here)
 
