@@ -28,7 +28,7 @@ PARTS = {
     "backward, with the all-reduce": ("torch:Tensor.backward", "laststep.loops.learner:Learner._backward"),
     "update": (
         *("torch.optim:SGD.step", "torch.optim:SGD.zero_grad"),
-        *("laststep.compat.kernels:step", "laststep.loops.learner:clear_gradients"),
+        *("laststep.compat:step", "laststep.loops.learner:clear_gradients"),
     ),
     "whether the gradient is finite": ("laststep.loops.gradients:Replicated.measure",),
     "readback and metrics lines": ("laststep.loops.engine:Engine.step_done",),

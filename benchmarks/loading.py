@@ -47,7 +47,7 @@ from torchvision.transforms import (
 from benchmarks._measure import Check, conclude, spread
 from laststep.config.config import Config
 from laststep.data.catalog import DATASETS, MNIST_5K
-from laststep.data.image_files import AREA, ASPECT
+from laststep.data.datasets import AREA, ASPECT
 from laststep.data.loader import LoaderFactory, TrainBatchKeys
 from laststep.data.order import Order
 from laststep.ranks.group import Group

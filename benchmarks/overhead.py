@@ -43,7 +43,7 @@ from benchmarks import _parts, _turns
 from benchmarks._measure import MISSED, PROJECT, Check, conclude, spread
 from benchmarks._turns import Comparison, Training
 from laststep import Run
-from laststep.observe.tensorboard_writer import EVERY_S
+from laststep.records.tensorboard_writer import EVERY_S
 from laststep.task import Task
 
 # In the environment of every rank.

@@ -5,6 +5,7 @@
 
     laststep         CheckpointWriter, which hashes and fsyncs; the restore compares every hash
     dcp.async_save   in a thread; fsyncs, no hashes
+    dcp.process      dcp.async_save in a process of its own, for as many ranks again
     dcp.save         the same, while training waits
     torch.save       of each rank's rows, and fsync; training waits; no hashes, and only for as many ranks again
     safetensors      the same
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import linecache
 import multiprocessing
 import os
 import shutil
@@ -30,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -41,6 +44,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -57,9 +61,22 @@ TENSORS = 100
 COLUMNS = 1000
 EXTRA_MB = 30.0
 DEADLINE_S = 1200.0
-OURS, ASYNC_SAVE, SAVE = "laststep", "dcp.async_save", "dcp.save"
+OURS, ASYNC_SAVE, PROCESS, SAVE = "laststep", "dcp.async_save", "dcp.process", "dcp.save"
 TORCH_SAVE, SAFETENSORS, DD = "torch.save", "safetensors", "dd"
-WAYS = (OURS, ASYNC_SAVE, SAVE, TORCH_SAVE, SAFETENSORS, DD)
+WAYS = (OURS, ASYNC_SAVE, PROCESS, SAVE, TORCH_SAVE, SAFETENSORS, DD)
+# What a thread is doing, by what stands in the line of Python that it is in.
+PHASES = {
+    "os.fsync": "sync",
+    ".update(": "hash",
+    "self.fn(": "hash",  # a pool calls it without a function of ours
+    "file.write": "write",
+    "preadv": "read",
+    ".copy_(": "copy",
+    "broadcast": "send",
+    "madvise": "free memory",
+    "mmap.mmap": "get memory",
+}
+SAMPLE_S = 0.001
 
 Figures = dict[str, float]
 
@@ -76,14 +93,17 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
     load_before = round(os.getloadavg()[0], 1)  # how busy the machine was with other work
     rows = int(given.gigabytes * 1e9 / 4 / COLUMNS / TENSORS)
-    results = {}
+    results, profiles = {}, {}
     for size in given.ranks:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            results[size] = measured(size, rows, given.rounds, Path(folder))
+            results[size], profiles[size] = measured(size, rows, given.rounds, Path(folder))
     missed = print_table(results, 4 * rows * COLUMNS * TENSORS)
+    for size, profile in profiles.items():
+        for part, seconds in profile.items():
+            print(f"{size:>5}  {part:<8}", "  ".join(f"{phase} {taken:.2f} s" for phase, taken in seconds.items()))
     settings = {"load_before": load_before, "bytes": 4 * rows * COLUMNS * TENSORS, "rounds": given.rounds}
     check = Check("sizes at which a rank writes, reads or holds more than its share", 0, [missed])
-    return conclude("sharded_save", {**settings, "results": results}, [check])
+    return conclude("sharded_save", {**settings, "results": results, "profiles": profiles}, [check])
 
 
 def print_table(results: dict[int, dict[str, Figures]], size: int) -> int:
@@ -106,8 +126,9 @@ def print_table(results: dict[int, dict[str, Figures]], size: int) -> int:
     return missed
 
 
-def measured(size: int, rows: int, rounds: int, folder: Path) -> dict[str, Figures]:
-    """The median figures of the slowest of `size` ranks, by way."""
+def measured(size: int, rows: int, rounds: int, folder: Path) -> tuple[dict[str, Figures], dict[str, Figures]]:
+    """The median figures of the slowest of `size` ranks, by way; and the seconds that rank 0's threads spend in each
+    phase of a save and of a restore."""
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe() for _ in range(size)]
     ranks = [
@@ -119,7 +140,8 @@ def measured(size: int, rows: int, rounds: int, folder: Path) -> dict[str, Figur
     try:
         if not all(pipe.poll(DEADLINE_S) for pipe, _ in pipes):
             raise TimeoutError(f"{size} ranks did not end within {DEADLINE_S:.0f} s")
-        found: list[dict[str, list[Figures]]] = [pipe.recv() for pipe, _ in pipes]
+        answers = [pipe.recv() for pipe, _ in pipes]
+        found: list[dict[str, list[Figures]]] = [figures for figures, _ in answers]
     finally:
         for process in ranks:
             process.join(30)
@@ -129,7 +151,42 @@ def measured(size: int, rows: int, rounds: int, folder: Path) -> dict[str, Figur
         each = [max(one[way][number][name] for one in found) for number in range(1, rounds + 1)]
         return round(statistics.median(each), 3)
 
-    return {way: {name: figure(way, name) for name in found[0][way][0]} for way in WAYS}
+    return {way: {name: figure(way, name) for name in found[0][way][0]} for way in WAYS}, answers[0][1]
+
+
+class Sampler:
+    """Looks a thousand times a second at what each thread of this process is doing, in a `with` block."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, Figures] = {"save": {}}
+        self._part, self._ended = "save", threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        for seconds in self.seconds.values():
+            seconds.update({phase: round(taken, 2) for phase, taken in seconds.items()})
+
+    def turn_to(self, part: str) -> None:
+        """What is seen from now on belongs to another part."""
+        self.seconds[part] = {}
+        self._part = part
+
+    def _watch(self) -> None:
+        last = time.perf_counter()
+        while not self._ended.wait(SAMPLE_S):
+            now = time.perf_counter()
+            seconds = self.seconds[self._part]
+            for frame in sys._current_frames().values():
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                if phase := next((phase for words, phase in PHASES.items() if words in line), None):
+                    seconds[phase] = seconds.get(phase, 0.0) + now - last
+            last = now
 
 
 class Rank:
@@ -155,7 +212,13 @@ class Rank:
         """One save and one restore in each way."""
         return {way: self._save_and_restore(way, number) for way in WAYS}
 
-    def _save_and_restore(self, way: str, number: int) -> Figures:
+    def profile(self, number: int) -> dict[str, Figures]:
+        """The seconds that this rank's threads spend in each phase of a save and of a restore."""
+        with Sampler() as sampler:
+            self._save_and_restore(OURS, number, lambda: sampler.turn_to("restore"))
+        return sampler.seconds
+
+    def _save_and_restore(self, way: str, number: int, saved: Callable[[], None] = lambda: None) -> Figures:
         path = self.folder / f"{way} {number}"
         self.group.barrier(DEADLINE_S)
         before, began = io_so_far(), time.perf_counter()
@@ -167,6 +230,7 @@ class Rank:
         if self.group.world.rank == 0:
             cache(self.store.folder if way == OURS else path, False)
         self.group.barrier(DEADLINE_S)
+        saved()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)
         before, held, began = io_so_far(), status_of("VmRSS"), time.perf_counter()
         self._restore(way, number, path)
@@ -196,7 +260,8 @@ class Rank:
         if way in (TORCH_SAVE, SAFETENSORS, DD):
             self._write_alone(way, path)
             return lambda: None
-        saving = dcp.async_save(dict(self.state), checkpoint_id=path)
+        kind = AsyncCheckpointerType.PROCESS if way == PROCESS else AsyncCheckpointerType.THREAD
+        saving = dcp.async_save(dict(self.state), checkpoint_id=path, async_checkpointer_type=kind)
         assert isinstance(saving, Future)
         return saving.result
 
@@ -255,7 +320,8 @@ def _rank(rank: int, size: int, rows: int, rounds: int, folder: Path, answer: Co
         group.connect_alone()
         one = Rank(group, rows, folder)
         figures = [one.round(number) for number in range(1, rounds + 2)]
-        answer.send({way: [each[way] for each in figures] for way in WAYS})
+        profile = one.profile(rounds + 2)
+        answer.send(({way: [each[way] for each in figures] for way in WAYS}, profile))
         one.writer.close()
         group.close()
     except BaseException:

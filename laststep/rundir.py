@@ -14,6 +14,13 @@ def aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a small file, or replace it, at once for any reader. Raises OSError."""
+    temporary = aside(path)
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.replace(path)
+
+
 def fsync(path: Path) -> None:
     """Make a file's contents, or the names in a folder, survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

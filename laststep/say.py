@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -47,6 +48,12 @@ def wrapped(text: str, columns: int, indent: int = 0) -> str:
     wrap = textwrap.TextWrapper(columns, subsequent_indent=indent * " ", break_long_words=False, break_on_hyphens=False)
     text = re.sub(r"`[^`]*`", lambda quoted: quoted[0].replace(" ", "\0"), text)
     return "\n".join(wrap.fill(line) for line in text.split("\n")).replace("\0", " ")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of these names, and how many there are beyond them: `a, b, c and 2 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def counted(number: object, noun: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laststep import say
-from laststep.observe.progress import duration
+from laststep.records.progress import duration
 
 
 @pytest.mark.parametrize(

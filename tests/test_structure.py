@@ -21,7 +21,6 @@ LAYERS = [
     {"script"},
     {"ranks"},
     {"records"},
-    {"observe"},
     {"data", "checkpoint", "optim"},
     {"task"},
     {"tasks"},

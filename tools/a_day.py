@@ -30,6 +30,7 @@ from tools.terminal import CODE, normalised, screen, watch
 PAGE = PROJECT / "docs" / "a-day.md"
 COLUMNS, LONGEST = 80, 48  # lines of an output
 PROGRESS = re.compile(r"\.\.\.$|([ \d]+\| )?(\[laststep [\d:]+\] (step \d|epoch \d|saved step)|val_\w+ [\d.]+$)")
+TIMES = "] first step after"
 BLOCK = re.compile(r"(?:<!-- (?P<note>.+?) -->\n\n?)?```(?P<kind>console|python)\n(?P<body>.*?)```\n", re.DOTALL)
 FILE = re.compile(r"# (\S+\.py)\n")
 AT = re.compile(r"at (?P<text>.+): (?P<what>Ctrl-C|kill)$")
@@ -109,6 +110,7 @@ def live(page: str) -> str:
     """The page, with what its commands print today."""
     with tempfile.TemporaryDirectory(prefix="a-day-") as folder:
         day = Day(Path(folder))
+        before: list[str] = []
 
         def block(found: re.Match[str]) -> str:
             note, kind, body = found["note"] or "", found["kind"], found["body"]
@@ -125,7 +127,8 @@ def live(page: str) -> str:
                 print(f"$ {command}", flush=True)
                 lines = [line.replace(folder, "/home/you") for line in day.types(command, note)]
                 print("\n".join(lines), flush=True)
-                shown += [f"$ {command}", *shortened(lines)]
+                shown += [f"$ {command}", *told_once(shortened(lines), before)]
+                before.extend(lines)
             text = "\n".join(shown)
             return found[0].replace(body, text + "\n")
 
@@ -146,6 +149,17 @@ def shortened(lines: list[str]) -> list[str]:
     while kept and not kept[-1]:
         kept.pop()
     return kept if len(kept) <= LONGEST else [*kept[: LONGEST // 2], "...", *kept[-LONGEST // 2 :]]
+
+
+def told_once(lines: list[str], before: list[str]) -> list[str]:
+    """An output without the parts of the time to the first step, if they stand in an earlier output."""
+    kept: list[str] = []
+    told, within = any(TIMES in line for line in before), False
+    for line in lines:
+        within = TIMES in line or (within and "[laststep" not in line and line != "...")
+        if not (within and told):
+            kept.append(line)
+    return kept
 
 
 def printed(page: str) -> list[str]:

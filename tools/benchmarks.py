@@ -41,7 +41,7 @@ else is said, no GPU.
 """
 
 Row = tuple[str, str, str]
-SAVE_WAYS = ("laststep", "dcp.async_save")
+SAVE_WAYS = ("laststep", "dcp.async_save", "dd")
 SAVE_FIGURES = {
     "stall_s": ("the training loop pauses for a save", "s"),
     "save_s": ("until it is on the disk", "s"),
@@ -170,15 +170,15 @@ def _sharding(sharding: dict[str, Any]) -> Iterator[Row]:
 def _sharded_save(save: dict[str, Any]) -> Iterator[Row]:
     """Saving and restoring a sharded state."""
     ways = [{of: [save["results"][n][way][of] for n in save["results"]] for of in SAVE_FIGURES} for way in SAVE_WAYS]
-    ours, theirs = ways
     what = f"a sharded state of {save['bytes'] / 1e9:g} GB on {_list(save['results'])} ranks"
     for of, (title, unit) in SAVE_FIGURES.items():
         digits = 2 if unit == "s" else 0
-        figures = [_list(f"{figure:.{digits}f}" for figure in way[of]) for way in (ours, theirs)]
+        figures = [_list(f"{figure:.{digits}f}" for figure in way[of]) for way in ways]
+        disk = f"; `dd` past the page cache {figures[2]} {unit}" if of in ("save_s", "restore_s") else ""
         yield (
             f"{title} of {what} (`sharded_save`)" if of == "stall_s" else title,
             f"{figures[0]} {unit}",
-            f"`torch.distributed.checkpoint` {figures[1]} {unit}",
+            f"`torch.distributed.checkpoint` {figures[1]} {unit}{disk}",
         )
 
 

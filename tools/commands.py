@@ -23,21 +23,19 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program. The verbs:
+`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program:
 
 {verbs}
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
-nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM. `--help` prints the help of any verb, and is left out here.
+nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
 
 ## What several verbs take
 
-A verb takes those of them that its usage names. SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition`
-and `--time`.
+SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition` and `--time`. A verb about runs also takes
+`launch.root=FOLDER`.
 
-```text
 {shared}
-```
 
 `python -m tools.commands` writes this page from the commands' help.
 """
@@ -46,10 +44,16 @@ ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.M
 ANYWHERE = re.DOTALL | re.MULTILINE
 SIZE = r"\[--nodes N\|MIN-MAX\]\s+\[--gpus-per-node G\]\s+\[--tasks-per-node T\]\s+\[--partition P\]\s+\[--time TIME\]"
 INDENT = 22  # columns before an explanation
+NEWLINE = "\n"
 RANKS = """\
 ## python -m laststep
 
 Under any launcher: see [Other launchers](launchers.md).
+"""
+
+
+HELLO = """\
+## python -m laststep hello
 """
 
 
@@ -63,7 +67,7 @@ def page() -> str:
         verbs=textwrap.fill(", ".join(f"[{name}](#{name})" for name in VERBS), 120), shared=_columns(shared)
     )
     verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
-    return "\n".join([head, *verbs, RANKS, blocks["rank"], blocks["hello"]])
+    return "\n".join([head, *verbs, RANKS, blocks["rank"], HELLO, blocks["hello"]])
 
 
 def _shared(texts: Iterable[str]) -> list[Entry]:
@@ -82,7 +86,7 @@ def _columns(entries: Iterable[Entry]) -> str:
     for name, text in entries:
         first, *more = textwrap.wrap(text, 80 - INDENT, break_on_hyphens=False)
         lines += [f"  {name:{INDENT - 2}}{first}", *(" " * INDENT + line for line in more)]
-    return "\n".join(lines)
+    return textwrap.indent("\n".join(lines), "  ")
 
 
 def _block(text: str, shared: Container[Entry]) -> str:
@@ -91,9 +95,11 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
     text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
-    text = re.sub(r"^(?:positional arguments|options):\n\n", "", text, flags=re.MULTILINE)  # nothing of it is left
-    text = re.sub(SIZE, "[SIZE ...]", text)
-    return f"```text\n{text.replace(' [-h]', '').rstrip()}\n```\n"
+    text = re.sub(r"^(?:positional arguments|options):\n\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(SIZE, "[SIZE ...]", text).replace(" [launch.root=FOLDER ...]", "")
+    usage, _, rest = text.removeprefix("usage: ").partition("\n\n")
+    text = f"{usage.replace(f'{NEWLINE}       ', NEWLINE)}\n\n{rest}"
+    return textwrap.indent(f"{text.replace(' [-h]', '').rstrip()}\n", "    ")
 
 
 def _help(program: Callable[[Sequence[str]], int]) -> str:

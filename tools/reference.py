@@ -6,6 +6,7 @@ Run `python -m tools.reference` after changing the schema in laststep/config; te
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,11 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-A run's configuration has four layers; a later layer overrides an earlier one:
+Each layer overrides the one before: the defaults below, a site profile (`--site`: a name in `configs/site/`, or a
+path), a YAML file (`--config`: a name in `configs/`, or a path), and the `key=value` words of the command.
+`--dry-run` prints the result. The run folder keeps it as `config.yaml`, which a resumed run reads.
 
-1. the defaults in the tables below,
-2. a site profile (`--site`: a name in `configs/site/`, or a path),
-3. a YAML file (`--config`: a name in `configs/`, or a path),
-4. the `key=value` words of the command.
-
-`python launch.py --dry-run ...` prints the result. `null` means "none". The run folder keeps the resolved configuration
-as `config.yaml`, and a resumed run reads that file.
+`=` shows the default; the type, the limits or the other values follow. `null` means "none".
 
 `python -m tools.reference` writes this page from the schema in `laststep/config`.
 """
@@ -36,25 +33,31 @@ def reference() -> str:
     config = Config()
     sections: dict[str, list[str]] = {}
     for key, field, default in fields_of(config):
-        row = f"| `{key}` | {_type(key, field)} | {_default(default)} | {field.metadata['help']} |"
-        sections.setdefault(key.rpartition(".")[0], []).append(row)
+        entry = f"* `{key}` = {_value(key, field, default)}: {field.metadata['help']}"
+        sections.setdefault(key.rpartition(".")[0], []).append(entry)
     page = [HEAD]
-    for section, rows in sections.items():
+    for section, entries in sections.items():
         title = type(getattr(config, section)).__doc__ if section else "The whole run."
         page += [f"## {section or 'Top level'}\n", f"{title}\n"]
-        page += ["| key | type | default | what it does |", "| --- | --- | --- | --- |", *rows, ""]
+        page += [textwrap.fill(each, 120, subsequent_indent="  ", break_on_hyphens=False) for each in entries]
+        page.append("")
     return "\n".join(page)
 
 
-def _type(key: str, field: dataclasses.Field[Any]) -> str:
-    """The type column: type and limits, or the allowed values."""
+def _value(key: str, field: dataclasses.Field[Any], default: Any) -> str:
+    """The default, and what it leaves open: the limits, the type of what is null, or the other values."""
     choices, least = field.metadata["choices"], field.metadata["least"]
+    given = _default(default)
     if choices:
-        return ", ".join(f"`{choice}`" for choice in choices)
-    kind, null = kind_of(field).removesuffix(" | None"), str(field.type).endswith("None")
-    above = least == 0 and _refused(f"{key}={'[0]' if 'list' in str(field.type) else 0}")
-    bound = "" if least is None else f" {'>' if above else '>='} {least:g}"
-    return f"{kind}{bound}{' or null' if null and field.default is not None else ''}"
+        return f"{given} (or {', '.join(f'`{choice}`' for choice in choices if choice != default)})"
+    type_ = kind_of(field).removesuffix(" | None")
+    shown = type_ if default is None or " or " in type_ else ""
+    if least is not None:
+        zero = "[0]" if "list" in type_ else "0"
+        shown += f" {'>' if least == 0 and _refused(f'{key}={zero}') else '>='} {least:g}"
+    if default is not None and str(field.type).endswith("None"):
+        shown += " or null"
+    return f"{given} ({shown.strip()})" if shown else given
 
 
 def _refused(word: str) -> bool:

@@ -47,6 +47,13 @@ def laststep(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def without_most(samples: str, bad: int) -> str:
+    """What `samples` prints, with the first sample and those of the bad document."""
+    run, rank, *lines = samples.rstrip().splitlines()
+    kept = [line for line in lines if line is lines[0] or f"document {bad}," in line]
+    return "\n".join([run, rank, *kept, f"... ({len(lines) - len(kept)} more)"])
+
+
 def losses(run: RunDir) -> list[tuple[int, float]]:
     """The loss of each step that has one."""
     found = ((line["step"], line.get("loss")) for line in read_lines(run.metrics) if is_step(line))
@@ -116,9 +123,7 @@ def main() -> None:
     page = f"""# A spike: found, named, left out
 
 A language model of 1 million parameters trains on {33} short documents, one of which is bad: its letters occur nowhere
-else. `python -m tools.spike` makes this page, on a CPU, with the commands that it shows.
-
-The loss jumps from {before:.2f} to {dict(curve)[step]:.2f} in step {step}:
+else (`python -m tools.spike`, on a CPU). The loss jumps from {before:.2f} to {dict(curve)[step]:.2f} in step {step}:
 
 ![Loss by step of both runs](spike.svg)
 
@@ -127,7 +132,7 @@ What was in that batch?
     laststep samples first --step {step}
 
 ```text
-{samples.strip()}
+{without_most(samples, bad)}
 ```
 
 Sample {", ".join(map(str, rows))} is of document {bad}, the bad one. Did the machine compute that step rightly?
@@ -143,7 +148,7 @@ It did: the document is the cause. So begin again before that step, without it:
     laststep --from first@{step - 1} --name second {leave}
 
 Up to step {step - 1} the second run has the very losses of the first one; in step {step} its loss is {after[step]:.2f}.
-The document has other samples, which come in other steps: they are found and left out in the same way.
+The document's other samples, in other steps, are found and left out in the same way.
 """
     (DOCS / "spike.md").write_text(page.replace(str(folder), "~/project"))
     print(f"step {step}: +{jump:.2f}, samples {rows}")

@@ -4,7 +4,7 @@ What has happened is read from the run folder (events.py), so it does not matter
 beside the training, the batch shell, the next attempt, or a watching command on a login node. Who sends claims the
 message by a new file (post.py).
 
-Not here: what a run prints (laststep/observe), and its state (laststep/runs/run_status.py).
+Not here: what a run prints (laststep/records/progress.py), and its state (laststep/runs/run_status.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ class Alert:
 
     when: list[str] = setting(
         ["failed", "finished", "hung", "idle", "diverged"],
-        "the events to send: failed (the run ended, and does not continue by itself), finished, requeued, hung, idle "
-        "(the GPUs of a node for 5 minutes), diverged (the loss left its range for 20 steps)",
+        "the events to send, of failed, finished, requeued, hung, idle (the GPUs of a node) and diverged (the loss)",
     )
     to: list[str] = setting(
         [],
-        "where to: URLs of apprise, such as the webhook of Slack or Discord, mailtos://USER:PASSWORD@HOST or "
-        "ntfy://TOPIC, and commands, which read the text from stdin. A secret: kept in secrets.json of the run",
+        "where to: URLs of apprise, such as Slack's webhook or mailtos://USER:PASSWORD@HOST, and commands, which read "
+        "the text from stdin. Kept in secrets.json of the run",
         secret=True,
     )

@@ -11,11 +11,11 @@ from statistics import median
 from typing import Any
 
 from laststep.config.schema import Launch
-from laststep.observe.progress import duration
 from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, EndedAttempt, in_one_line
 from laststep.records.metrics import StepLine
 from laststep.records.plan import read_plan
+from laststep.records.progress import duration
 from laststep.records.retry import FAILURES, Next, recorded
 from laststep.rundir import RunDir
 from laststep.say import command, counted

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from laststep.alert.events import Event
 from laststep.config.secret import masked
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 from laststep.say import say
 
 SEND_S = 15.0  # one message to one target may take so long
@@ -59,9 +59,7 @@ def _post(run: RunDir, event: Event, number: int, target: str) -> bool:
     if problem:
         say(f"WARNING: alert {event.kind} to {masked(target)}: {problem}")
         return False
-    temporary = aside(done)
-    temporary.write_text(json.dumps({"time": time.time(), "kind": event.kind, "to": masked(target)}) + "\n")
-    temporary.replace(done)
+    write_whole(done, json.dumps({"time": time.time(), "kind": event.kind, "to": masked(target)}) + "\n")
     say(f"alert {event.kind} sent to {masked(target)}")
     return True
 

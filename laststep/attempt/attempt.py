@@ -19,6 +19,7 @@ from laststep import compat
 from laststep.attempt import user_error
 from laststep.attempt.end_by_fault import EndByFault
 from laststep.attempt.ending import (
+    AttemptState,
     Deadline,
     LastExit,
     end_srun,
@@ -33,24 +34,22 @@ from laststep.attempt.interpreter_watch import InterpreterWatch
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.preflight import Preflight
 from laststep.attempt.rescue import clear
-from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import CheckpointError, Patience
 from laststep.checkpoint.store import START_S, Manifest, recover
-from laststep.compat import compiler
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, DiskError
-from laststep.observe.progress import StartupTimer
 from laststep.ranks import disk
+from laststep.ranks.beside import signpost
 from laststep.ranks.disk import look_anew
 from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
-from laststep.ranks.signpost import signpost
-from laststep.ranks.slurm import kill_wait_s
+from laststep.ranks.slurm import cluster_settings
 from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.ranks.world import World
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, find_record, never_began, recorded_step
+from laststep.records.progress import StartupTimer
 from laststep.rundir import RunDir
 from laststep.say import say
 
@@ -142,7 +141,7 @@ class Attempt:
             candidates = self._take_run_folder() if world.rank == 0 else iter(())
             preflight = Preflight.of(self._config, world)
             if self._config.train.compile:
-                compiler.cache_in(self._run_dir.compiled)
+                compat.cache_in(self._run_dir.compiled)
             if world.rank == 0 and world.step_restarts is None:  # else its supervisor has imported it
                 say("importing torch")  # which takes seconds, on a network file system up to a minute
             # Not at the top of this file, so that a signal during these seconds is caught too.
@@ -157,7 +156,8 @@ class Attempt:
             self._closing.callback(stop.close)
             self._phases.done("meeting")
             if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
-                self._grace.kill_wait_s = group.broadcast_int("grace", None if world.rank else kill_wait_s())
+                known = None if world.rank else cluster_settings().kill_wait_s
+                self._grace.kill_wait_s = group.broadcast_int("grace", known)
             checkpoint = start.read_checkpoint(state, group, candidates, self._watchdog)
             self._phases.done("reading checkpoint")
             engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)

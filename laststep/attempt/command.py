@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -31,24 +30,32 @@ from typing import NamedTuple, NoReturn
 
 from laststep import rooms, script
 from laststep.attempt.attempt import Stopped
-from laststep.attempt.ending import ending_by_signal, record_end, requeue
-from laststep.attempt.grace import USER_SIGNALS, GracePeriod, LimitWarning
+from laststep.attempt.ending import AttemptState, ending_by_signal, record_end, requeue
+from laststep.attempt.grace import GracePeriod, LimitWarning
 from laststep.attempt.predecessor import Predecessor
 from laststep.attempt.rescue import GONE, clear, exiting_file, make_folder
-from laststep.attempt.state import AttemptState
+from laststep.attempt.restart import USER_SIGNALS
 from laststep.checkpoint.files import Patience
 from laststep.checkpoint.store import START_S
 from laststep.config.config import Config
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView, look_anew
 from laststep.ranks.fault import MeetingError, Retry
-from laststep.ranks.launchers import EXPORTED, export_world, free_port, restarts_in_place
-from laststep.ranks.process import Signals, children_of, die_with_parent, end_descendants, keep_orphans, run_time
+from laststep.ranks.launchers import EXPORTED, address_towards, export_world, free_port, restarts_in_place
+from laststep.ranks.process import (
+    Signals,
+    children_of,
+    die_with_parent,
+    end_descendants,
+    identity,
+    keep_orphans,
+    run_time,
+)
 from laststep.ranks.world import World, hostname
 from laststep.records import kept_files
 from laststep.records.attempt_record import AttemptRecord
 from laststep.records.attempts import begin_attempt, never_began
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 from laststep.say import say
 
 POLL_S = 0.1  # how often a rank looks at its command and its signals
@@ -248,13 +255,7 @@ class CommandAttempt:
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of the attempt's folder, at once for any reader."""
-
-        def write() -> None:
-            temporary = aside(self._folder / f".{name}")
-            temporary.write_text(text)
-            temporary.replace(self._folder / name)
-
-        Patience(START_S, say).insist(write)
+        Patience(START_S, say).insist(lambda: write_whole(self._folder / name, text))
 
     # --- its three ends
 
@@ -318,7 +319,7 @@ class CommandAttempt:
 
     def _awaits_command(self) -> bool:
         """Whether the command runs, or anything that has got its signals."""
-        return self._status is None or any(_lives(pid) for pid, _ in self._told)
+        return self._status is None or any(identity(pid) for pid, _ in self._told)
 
     def _fail(self) -> NoReturn:
         """Record the fault, unless another rank has, and end this rank's command."""
@@ -356,11 +357,8 @@ def _address(world: World) -> str:
     if world.nodes == 1:
         return "127.0.0.1"
     for other in dict.fromkeys(host for host in world.hosts if host not in ("", world.hosts[0])):
-        with suppress(OSError, UnicodeError):
-            family, _, _, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-                unsent.connect(place)
-                return str(unsent.getsockname()[0])
+        if address := address_towards(other):
+            return address
     return hostname()
 
 
@@ -382,10 +380,4 @@ def _catches(pid: int, number: int) -> bool:
     with suppress(OSError, AttributeError):
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return bool(int(caught[1], 16) >> (number - 1) & 1)  # type: ignore[index]
-    return False
-
-
-def _lives(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

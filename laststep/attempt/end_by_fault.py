@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from laststep.attempt import user_error
 from laststep.attempt.ending import (
     CONTINUE_BY_HAND,
+    AttemptState,
     EndReason,
     end_srun,
     ending_by_signal,
@@ -31,11 +32,10 @@ from laststep.attempt.ending import (
     run_for,
     shell_is_gone,
 )
-from laststep.attempt.grace import LAST_MOMENT_S, SHELL_KILLED, GracePeriod
+from laststep.attempt.grace import LAST_MOMENT_S, GracePeriod
 from laststep.attempt.rescue import Rescue, Superseded, exit_status, has_begun, silent_file
 from laststep.attempt.rescue_plan import Assignment, Holding, Plan
-from laststep.attempt.restart import Actor, who_acts
-from laststep.attempt.state import AttemptState
+from laststep.attempt.restart import SHELL_KILLED, Actor, who_acts
 from laststep.checkpoint.files import CheckpointError, Patience, StateChanged
 from laststep.ranks import disk
 from laststep.ranks.disk import FreshView
@@ -107,8 +107,7 @@ class EndByFault:
     def run(self, fault: Fault) -> None:
         """Save and record what can be, then exit unless the main thread fails by itself. Runs in a separate thread."""
         self._fault = fault
-        worker = threading.Thread(target=self._try_to_take_part, args=(fault,), name="rescuer", daemon=True)
-        start_thread(worker)
+        worker = start_thread("rescuer", lambda: self._try_to_take_part(fault))
         stalled_s, progress = 0.0, -1
         while worker.is_alive() and stalled_s < STALLED_S:  # counted in rounds, so not while the process is suspended
             worker.join(POLL_S)

@@ -1,4 +1,4 @@
-"""What the orderly end and the end by fault have in common: the record in attempts.jsonl, the requeue, the hint."""
+"""What the orderly end and the end by fault have in common: the attempt's state and record, the requeue, the hint."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from laststep.attempt.grace import Ending, ending
-from laststep.attempt.state import AttemptState
-from laststep.observe.progress import likely_cause
+from laststep.attempt.restart import Ending, ending
+from laststep.checkpoint.store import CheckpointStore
+from laststep.config.config import Config
+from laststep.ranks.beside import BesideTraining
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
-from laststep.ranks.process import Alarm, start_thread
+from laststep.ranks.process import Alarm, Signals, start_thread
 from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, requeue_job
-from laststep.ranks.world import hostname
+from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
+from laststep.records.progress import likely_cause
 from laststep.records.retry import recorded
+from laststep.rundir import RunDir
 from laststep.say import counted, flush_output, say
+
+if TYPE_CHECKING:
+    from laststep.loops.engine import Engine
+    from laststep.ranks.group import Group
+    from laststep.ranks.stop import Stop
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
@@ -35,6 +43,61 @@ SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so 
 # another rank may try.
 INSIST_S = 20.0
 CONTINUE_BY_HAND = "start the run again under the same name to continue"
+
+
+class AttemptState:
+    """What this rank knows of its attempt so far; what needs torch is None until it exists.
+
+    The main thread fills it in while the attempt starts. The watchdog and the end by fault read it from threads of
+    their own, at any moment, so each field stays at its first value until it has its final one.
+    """
+
+    def __init__(self, config: Config, run_dir: RunDir, world: World, signals: Signals) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.signals = signals
+        self.store = CheckpointStore(run_dir.checkpoints)
+        self.start_step = 0  # of the checkpoint that this attempt resumes from
+        self.group: Group | None = None
+        self.stop: Stop | None = None
+        self.engine: Engine | None = None
+        self._launched = world
+        self.beside = BesideTraining(config, run_dir, world)
+
+    @property
+    def world(self) -> World:
+        """This rank's place: the group's, which knows every host, once there is a group; else the launcher's."""
+        return self._launched if self.group is None else self.group.world
+
+    def set_number(self, number: int | None) -> None:
+        """Set the attempt's number within its run: on rank 0 before the ranks meet, on the others as they do."""
+        world = replace(self.world, number=number)
+        if self.group is None:
+            self._launched = world
+        else:
+            self.group.world = world
+
+    @property
+    def ticks(self) -> int:
+        """Units of work begun so far, see `Stop`."""
+        return self.stop.tick if self.stop else 0
+
+    @property
+    def cause_signal(self) -> signal.Signals | None:
+        """The signal that says why this attempt stops. A SIGINT is the user's word, also after another signal."""
+        interrupted = any(number == signal.SIGINT for number, _ in self.signals.received)
+        return signal.SIGINT if interrupted else self.signal
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that stops this attempt, if any; the same on every rank once they have agreed on a last step."""
+        return (self.stop.signal if self.stop else None) or self.signals.first
+
+    @property
+    def signalled_at(self) -> float | None:
+        """time.monotonic() of the first signal known to this rank, its own or another rank's."""
+        noticed_at = self.stop.noticed_at if self.stop else None
+        return min((moment for moment in (noticed_at, self.signals.first_at) if moment is not None), default=None)
 
 
 def record_end(
@@ -134,8 +197,7 @@ def print_hint(state: AttemptState, error: str) -> None:
 
 def run_for(timeout_s: float, work: Callable[[], None]) -> bool:
     """Call `work` in a thread, and stop waiting for it after `timeout_s`. Whether it ended."""
-    thread = threading.Thread(target=work, daemon=True)
-    start_thread(thread)
+    thread = start_thread("limited", work)
     thread.join(timeout_s)
     return not thread.is_alive()
 

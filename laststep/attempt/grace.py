@@ -24,16 +24,15 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.attempt.state import AttemptState
+from laststep.attempt.ending import AttemptState
+from laststep.attempt.restart import USER_SIGNALS, Ending, comes_back, judge, usual_ending
 from laststep.config.schema import Launch
-from laststep.ranks.process import SIGNALLED, SUPERVISED, Signals, children, identity, start_thread
+from laststep.ranks.process import SIGNALLED, Signals, start_thread
 from laststep.ranks.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
-    ON_NODES,
-    REPLACED,
     UNENDED,
     Job,
     KillLimits,
@@ -91,10 +90,9 @@ class LimitWarning:
     def __init__(self, world: World, launch: Launch, signals: Signals) -> None:
         self._job_id, self._delay_s, self._signals = world.job_id, launch.signal_delay_s, signals
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="limit", daemon=True)
         if world.rank == 0 and world.launcher == "submitit-slurm":
             with contextlib.suppress(RuntimeError):  # no thread: Slurm's own warning will do
-                start_thread(self._thread)
+                self._thread = start_thread("limit", self._watch)
 
     def close(self) -> None:
         """The attempt is over."""
@@ -168,10 +166,8 @@ class GracePeriod:
     def follow(self) -> None:
         """A stop signal was received: begin to ask Slurm, or rank 0. Call as often as you like."""
         if self._thread is None and self._state.world.on_slurm and not self._closed.is_set():
-            thread = threading.Thread(target=self._follow, name="grace", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread: the next call tries again
-                start_thread(thread)
-                self._thread = thread
+                self._thread = start_thread("grace", self._follow)
 
     def close(self) -> None:
         """The attempt is over."""
@@ -273,83 +269,3 @@ class GracePeriod:
         elif outlook.kill_at < known.kill_at - SAME_S:
             self._since = time.monotonic()
         self._outlook, self._learned_at = outlook, time.monotonic()
-
-
-# Slurm checks time limits only now and then, so `--signal=USR2@S` may be sent up to 60 s early (man sbatch).
-EARLY_S = 60
-SHELL_KILLED = "the job's batch shell was killed"
-USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-class Ending(NamedTuple):
-    """Why an attempt stopped, as attempts.jsonl says it, and whether the run continues only if we requeue the job."""
-
-    reason: Literal["preempted", "cancelled", "timeout", "failed"]
-    requeue: bool
-    error: str | None = None
-    by_srun: bool = False  # whether srun may have sent it, since a task was killed
-    blames_host: bool = False  # whether this host is to blame, so that the ranks start again under --local
-
-
-def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
-    """Why this signal was sent. Asks Slurm if this is a Slurm job."""
-    job = show_job(world.job_id) if world.on_slurm else None
-    if job is None:
-        return usual_ending(number, world)
-    ahead_s = kill_limits().clock_ahead_s if number in USER_SIGNALS else 0.0  # else nothing depends on it
-    return judge(number, job, world.restart, signal_delay_s, time.time() + ahead_s)
-
-
-def usual_ending(number: signal.Signals, world: World) -> Ending:
-    """The usual meaning of the signal, outside Slurm or where Slurm does not answer."""
-    if number == signal.SIGINT:  # which Slurm never sends by itself
-        return Ending("cancelled", requeue=False)
-    if number == signal.SIGTERM and (orphaned := _orphaned(world)):  # it comes from the kernel, see `die_with_parent`
-        return orphaned
-    wants_requeue = number in USER_SIGNALS
-    by_slurm = world.on_slurm or ON_NODES in os.environ
-    return Ending("preempted" if wants_requeue or by_slurm else "cancelled", wants_requeue)
-
-
-def _orphaned(world: World) -> Ending | None:
-    """What to record if a process above the ranks of --local was killed: nobody has cancelled the run. The pid of the
-    command that started them is in the name of its job."""
-    pid = world.job_id.rpartition("-")[2]
-    if world.launcher != "submitit-local" or not world.supervised or not pid.isdecimal() or ON_NODES in os.environ:
-        return None
-    if not identity(int(pid)):
-        return Ending("failed", requeue=False, error="the command that started the ranks was killed")
-    if len(children(int(pid), SUPERVISED)) < world.size:
-        return Ending("failed", requeue=False, error="the parent process of a rank was killed", blames_host=True)
-    return None
-
-
-def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, now: float) -> Ending:
-    """`ending` for a given output of `scontrol show job`: the table above, as code. `now` is in seconds since 1970, by
-    the controller's clock."""
-    if job.get("JobState") == REPLACED:
-        return Ending("failed", requeue=False, error="Slurm has forgotten this job, and given its id to another one")
-    if number == signal.SIGINT:  # `cancel`, or Ctrl-C in the terminal of srun; whatever Slurm has done meanwhile
-        return Ending("cancelled", requeue=False)
-    preempted_at = unix_time(job.get("PreemptTime", ""))
-    if comes_back(job, restart):
-        return Ending("preempted", requeue=False)
-    if job.get("Reason") == "TimeLimit":
-        return Ending("timeout" if preempted_at == NEVER else "preempted", requeue=True)
-    if job.get("JobState") not in UNENDED:
-        if job.get("Reason") == "JobLaunchFailure":
-            return Ending("failed", requeue=True, error=SHELL_KILLED)
-        at_once = unix_time(job.get("EndTime", "")) <= preempted_at + 1 < NEVER
-        return Ending("preempted", requeue=True) if at_once else Ending("cancelled", requeue=False)
-    if preempted_at < NEVER:
-        return Ending("preempted", requeue=True)
-    if number in USER_SIGNALS:
-        left_s = unix_time(job.get("EndTime", "")) - now
-        return Ending("timeout" if left_s <= signal_delay_s + EARLY_S else "preempted", requeue=True)
-    error = f"received {number.name}, though Slurm had not ended the job"
-    return Ending("failed", requeue=True, error=error, by_srun=True)
-
-
-def comes_back(job: Job, restart: int) -> bool:
-    """Whether Slurm restarts the job by itself. `restart` counts the restarts before this attempt."""
-    return int(job.get("Restarts", restart)) > restart

@@ -48,7 +48,7 @@ from laststep.ranks.fault import Fault
 from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import Gathered
-from laststep.rundir import aside
+from laststep.rundir import write_whole
 from laststep.say import say
 
 
@@ -90,7 +90,7 @@ class Rescue:
 
     def start(self) -> None:
         """Do the rounds in a thread."""
-        start_thread(threading.Thread(target=self._rounds, name="rescue", daemon=True))
+        start_thread("rescue", self._rounds)
 
     def announce(self, *holdings: Holding, gathered: Gathered | None = None, silence: str = "") -> None:
         """Say what this rank has frozen and gathered last, and why its device cannot be read, if so."""
@@ -305,9 +305,7 @@ def write_fields(path: Path, fields: Mapping[str, Any], seal: Seal, new: bool = 
         with path.open("xb") as file:
             file.write(line)
         return
-    temporary = aside(path)
-    temporary.write_bytes(line)
-    temporary.replace(path)
+    write_whole(path, line)
 
 
 def read_fields(path: Path, seal: Seal) -> dict[str, Any] | None:

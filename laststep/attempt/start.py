@@ -13,16 +13,15 @@ from pathlib import Path
 
 from laststep import rooms
 from laststep.attempt import user_error
+from laststep.attempt.ending import AttemptState
 from laststep.attempt.preflight import check_device
-from laststep.attempt.state import AttemptState
 from laststep.checkpoint.restore import SharedCheckpoint, read_newest
 from laststep.checkpoint.store import START_S, Manifest
-from laststep.compat.compiler import compile_each_shape
+from laststep.compat import compile_each_shape
 from laststep.loops.custom_loop import CustomLoop
 from laststep.loops.engine import AttemptContext, Engine
 from laststep.loops.run import make_custom_loop, make_script_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.progress import StartupTimer
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
 from laststep.ranks.disk import Patience
@@ -33,6 +32,7 @@ from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempts import lower_start_step, raise_kept_step
 from laststep.records.probes import ProbePlan
+from laststep.records.progress import StartupTimer
 from laststep.rundir import RunDir
 from laststep.say import say
 from laststep.task import find_task

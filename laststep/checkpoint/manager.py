@@ -26,12 +26,12 @@ from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.errors import DiskError
 from laststep.config.keep import Anchors, Ranking
 from laststep.config.schema import Checkpoint
-from laststep.observe.progress import Progress
 from laststep.ranks.group import Group, PeerLost
 from laststep.ranks.process import run_time
 from laststep.ranks.watchdog import Watchdog
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import MetricsFile
+from laststep.records.progress import Progress
 from laststep.rundir import RunDir
 
 MAX_FAILED = 3  # saves in a row, before the attempt fails

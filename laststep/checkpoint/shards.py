@@ -54,12 +54,17 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A new tensor, sharded like this one."""
+    local = torch.empty_like(local_of(tensor), dtype=dtype, memory_format=torch.contiguous_format)
+    return sharded_like(tensor, local)
+
+
+def sharded_like(whole: Tensor, rows: Tensor) -> Tensor:
+    """A tensor of the shape of this DTensor, sharded like it, of which this rank has these rows."""
     from torch.distributed.tensor import DTensor
 
-    assert is_distributed(tensor)
-    local = torch.empty_like(local_of(tensor), dtype=dtype, memory_format=torch.contiguous_format)
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    assert is_distributed(whole)
+    mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
+    return DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
 
 def range_of(tensor: Tensor, shard: int, shards: int) -> tuple[int, int]:

@@ -46,10 +46,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 
-from laststep.checkpoint.direct import write_hashed
-from laststep.checkpoint.files import CheckpointError, FileEntry, at_once, file_count, own_files
+from laststep.checkpoint.files import CheckpointError, FileEntry, at_once, file_count, own_files, write_hashed
 from laststep.checkpoint.links import Links
-from laststep.checkpoint.memory import reusable_buffer, whole_pages
+from laststep.checkpoint.memory import reusable_buffer
 from laststep.checkpoint.opaque import Share
 from laststep.checkpoint.pack import Packed, has_fixed, serialized_structure
 from laststep.checkpoint.store import (
@@ -164,7 +163,7 @@ class CheckpointWriter:
         the first save need not: one of 12 GB, which is pinned for a GPU, takes seconds. A save that comes earlier waits
         for it."""
         packed = Packed(state, self.place)
-        count = sum(whole_pages(stop - start) for _, start, stop, _ in self._stripes(packed)[1])
+        count = sum(stop - start for _, start, stop, _ in self._stripes(packed)[1])
         if self._idle.is_set() and count:
             self._idle.clear()
             self._jobs.put(count)
@@ -220,14 +219,14 @@ class CheckpointWriter:
         place, packed = self.place, Packed(state, self.place)
         files, stripes = self._stripes(packed)
         sharding = [files] * place.shards if place.shards > 1 else []
-        self._reserve(sum(whole_pages(stop - start) for _, start, stop, _ in stripes))
+        self._reserve(sum(stop - start for _, start, stop, _ in stripes))
         parts, copied = list[FilePart](), 0
         for number, start, stop, fixed in stripes:
             data = self._buffer[copied : copied + stop - start]
             packed.copy(start, stop, data)
             name = shard_name(place.shard * files + number, place.shards * files)
             parts.append(FilePart(name, data.numpy().data, fixed))
-            copied += whole_pages(stop - start)  # where direct I/O begins
+            copied += stop - start
         return Part(packed.structure, sharding, parts)
 
     def _reserve(self, count: int) -> None:
@@ -437,10 +436,10 @@ def write_file(
 ) -> FileEntry:
     """Write a new file so that it survives a power cut, see `write_hashed`; returns its entry in the manifest. Without
     `name_too` its name may not: `sync_names` sees to that, for several files."""
-    size, sha256 = write_hashed(path, chunks, sync_bytes)
+    entry = write_hashed(path, chunks, sync_bytes)
     if name_too:
         sync_names(path.parent)
-    return {"bytes": size, "sha256": sha256}
+    return entry
 
 
 def sync_names(folder: Path) -> None:

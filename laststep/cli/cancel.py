@@ -12,10 +12,10 @@ import time
 
 from laststep import say
 from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
-from laststep.observe.progress import duration
 from laststep.ranks import disk
 from laststep.ranks.process import is_here, lives_here
 from laststep.ranks.slurm import SlurmError, command, is_job_id
+from laststep.records.progress import duration
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
@@ -35,8 +35,8 @@ pattern: 'scan-*'."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what cancel takes."""
-    add_sweep(parser, "cancel the runs of this sweep")
-    add_runs(parser, nargs="*")
+    add_sweep(parser, "all runs of this sweep")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@ from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from laststep.cli.parsers import ANY_KEY, LAUNCH_KEY, ROOT_KEY, Parser
+from laststep import compat
+from laststep.cli.parsers import ANY_KEY, LAUNCH_KEY, PATH_KEYS, ROOT_KEY, Parser
 from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.config import Config, config_names
 from laststep.config.keys import fields_of
@@ -21,16 +22,15 @@ from laststep.config.keys import fields_of
 FILES = ":files"  # printed where only a path fits: the shell completes paths itself
 # The placeholder of an argument -> how the keys begin that it takes.
 KEYS = {ANY_KEY: "", LAUNCH_KEY: "launch.", ROOT_KEY: "launch.root", "RUN": "launch.root"}
-PATHS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 DESCRIPTION = """\
 Print a script that lets the Tab key complete verbs, options, runs,
-configurations, keys and their values."""
+configurations, keys and values."""
 EPILOG = "For example, in ~/.bashrc:\n  source <({path} completion bash)"
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what completion takes."""
-    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="the shell to source it: bash or zsh")
+    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
     elif not before:
         yield from VERBS
     parser = VERBS[verb].parser()
-    options = parser.options()
+    options = compat.options_of(parser)
     name, equals, value = word.partition("=")
     if before and _takes_value(options.get(before[-1])):
         yield from _option_values(options[before[-1]], word)
@@ -79,7 +79,7 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
         yield from options
     else:
         has_run = any(_names(before, options))
-        for action in parser.positionals():
+        for action in compat.positionals_of(parser):
             yield from action.choices or ()
             if action.metavar == "VERB":
                 yield from VERBS
@@ -122,7 +122,7 @@ def _option_values(option: Action, word: str) -> Iterator[str]:
 def _runs(words: Sequence[str]) -> Iterator[str]:
     from laststep.runs import run_folders
 
-    root = run_folders.runs_root([word for word in words if word.startswith("launch.root=")])
+    root = run_folders.root_among(words)
     yield from (run.name for run in run_folders.all_runs(root))
 
 
@@ -153,5 +153,5 @@ def _key_values(key: str) -> Iterator[str]:
         from laststep.optim.names import optimizer_names
 
         yield from optimizer_names()
-    if key in PATHS:
+    if key in PATH_KEYS:
         yield FILES

@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from laststep.cli import cancel
+from laststep.cli.disk import bytes_in
 from laststep.cli.parsers import Parser, add_runs, add_sweep, named_runs
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir, aside
@@ -26,9 +26,9 @@ To keep the weights: {program} export RUN OUT.safetensors"""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what delete takes."""
-    add_sweep(parser, "delete the runs of this sweep")
+    add_sweep(parser, "all runs of this sweep")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    add_runs(parser, nargs="*")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,19 +73,7 @@ def _check(run: RunDir, status: RunStatus) -> None:
 
 def _line(run: RunDir, status: RunStatus) -> str:
     step = f"step {status.step}, " if status.step else ""
-    return f"{run.name}: {status.state}, {step}{_size(run.path) / 1e6:,.1f} MB in {run_folders.short(run.path)}"
-
-
-def _size(folder: Path) -> int:
-    """The bytes of all files in a folder; a file that vanishes meanwhile has none."""
-    found = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found += os.lstat(os.path.join(path, name)).st_size
-            except OSError:
-                continue
-    return found
+    return f"{run.name}: {status.state}, {step}{bytes_in(run.path) / 1e6:,.1f} MB in {run_folders.short(run.path)}"
 
 
 def _remove(run: RunDir) -> bool:

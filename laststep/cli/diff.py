@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from laststep.rundir import RunDir
 
 DESCRIPTION = """\
-Find where two runs part: what differs in their configuration, code and
-environment; the first step whose metrics or digests differ; and, by doing that
-step again for both on this machine, the first operator whose result differs."""
+Find where two runs part: what differs in configuration, code and environment;
+the first step whose metrics or digests differ; and, by doing that step again
+for both here, the first operator whose result differs."""
 EPILOG = """\
-Exit status: 0 no difference; 1 they differ; 2 the command is wrong."""
+Exit status: 0 no difference; 1 they differ; 2 wrong input."""
 MOST = 8  # lines of one kind
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what diff takes."""
-    parser.add_argument("--records", action="store_true", help="compare the records alone: do no step again")
+    parser.add_argument("--records", action="store_true", help="do no step again")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("first", metavar="A", help="name or folder of a run")
     parser.add_argument("second", metavar="B", help="name or folder of another")
@@ -36,8 +36,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare; returns the exit status. Raises ConfigError."""
     from laststep.replay import parting
-    from laststep.replay.again import folder_for
     from laststep.runs import run_folders
+    from laststep.submission.sbatch import throwaway_folder
 
     root = run_folders.runs_root(args.overrides)
     first, second = (run_folders.find_run(name, root) for name in (args.first, args.second))
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{first.name} {second.name}: have no step that both have done, so nothing can be compared")
     if found.recorded is not None and not args.records:
         print(f"again  both from step {found.known_same + 1} to {found.recorded} ...", file=say, flush=True)
-        with folder_for() as folder:
+        with throwaway_folder("diff") as folder:
             try:
                 parting.find(found, first, second, folder)
             except RuntimeError as error:

@@ -12,17 +12,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laststep.cli.parsers import JOB_OPTIONS, KeyOptions, Parser, add_key_options, add_overrides, overrides_of
 from laststep.config.checks import check_values
 from laststep.config.config import Config
-from laststep.doctor import determinism
-from laststep.doctor.diagnosis import RunRoot, diagnose
-from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 from laststep.ranks.slurm import SlurmError
 from laststep.runs import run_folders
 from laststep.say import counted, note
 from laststep.submission import machine_checks
+
+if TYPE_CHECKING:
+    from laststep.doctor.diagnosis import RunRoot
+    from laststep.doctor.slurm_settings import SlurmSettings
 
 Facts = Sequence[tuple[str, object]]
 OPTIONS: KeyOptions = {
@@ -30,10 +32,10 @@ OPTIONS: KeyOptions = {
     **{option: JOB_OPTIONS[option] for option in ("--gpus-per-node", "--tasks-per-node", "--partition")},
 }
 DESCRIPTION = """Check this machine, this cluster and the folder of all runs for anything that
-could break a run. With --nodes: submit a short job in which every rank meets
-the others, says hello and measures all-reduces."""
-EPILOG = """Exit status: 0 no problem found, or every rank said hello; 1 a problem found, or
-a rank did not say hello; 2 wrong input.
+could break a run. With --nodes: submit a short job whose ranks meet, say hello
+and measure all-reduces."""
+EPILOG = """Exit status: 0 no problem; 1 a problem, or a rank that did not say hello;
+2 wrong input.
 """
 
 
@@ -46,13 +48,15 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check this machine and cluster, or with --nodes the nodes; returns the exit status."""
     # Any number of ranks will do: nothing is trained, so no batch must be divisible by it.
-    config = Config.read(None, overrides_of(args, OPTIONS), run_folders.site())
+    config = Config.read(None, overrides_of(args), run_folders.site())
     check_values(config)
     return _check_here(config) if args.nodes is None else _check_nodes(config)
 
 
 def _check_here(config: Config) -> int:
     """Print what is here and what could break a run; returns 1 if anything could."""
+    from laststep.doctor.diagnosis import diagnose
+
     run_folders.check_writable(Path(os.path.expanduser(config.launch.root)).absolute())
     found = diagnose(config)
     _show("this machine", _machine())
@@ -71,8 +75,8 @@ def _check_here(config: Config) -> int:
 
 def _check_nodes(config: Config) -> int:
     """Let every rank of a short job say hello, and print what they measured; returns the exit status."""
-    from laststep.doctor.greeting import bad_nodes, report, wrong_sums
-    from laststep.doctor.roll_call import LIMIT_MIN, RollCall
+    from laststep.doctor.greeting import LIMIT_MIN, RollCall, bad_nodes, report, wrong_sums
+    from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding
 
     launch = config.launch
     launch.nodes, launch.spare_nodes = launch.node_counts[-1], 0  # of a range, as many as a run may get
@@ -112,12 +116,14 @@ def _check_nodes(config: Config) -> int:
 def _show(title: str, facts: Facts) -> None:
     print(title)
     for name, value in facts:
-        note(f"  {name:<16}{value}", sys.stdout, indent=18)
+        note(f"  {name:<18}{value}", sys.stdout, indent=20)
     print()
 
 
 def _machine() -> Facts:
     import torch
+
+    from laststep.doctor import diagnosis
 
     packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torchvision", "submitit", "omegaconf")]
     facts: list[tuple[str, object]] = [
@@ -133,7 +139,7 @@ def _machine() -> Facts:
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
         facts.append((f"GPU {index}", f"{gpu.name}, {memory}, capability {gpu.major}.{gpu.minor}"))
     if torch.cuda.device_count():
-        facts.append(("deterministic", determinism.describe_cost(torch.device("cuda", 0))))
+        facts.append(("deterministic", diagnosis.describe_cost(torch.device("cuda", 0))))
     else:
         facts.append(("GPUs", "none that torch can use; --local and --debug train on the CPU"))
     facts.append(("CPUs", len(os.sched_getaffinity(0))))

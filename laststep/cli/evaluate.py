@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from laststep.attempt import user_error
 from laststep.cli.parsers import ANY_KEY, Parser, add_checkpoint
 from laststep.code import code_copy, task_check
 from laststep.config.checks import sizes_for, validate
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.ranks.fault import ONE_LINE
@@ -24,14 +23,12 @@ from laststep.runs import run_config, run_folders
 from laststep.tasks import ready_made
 
 DESCRIPTION = """\
-Validate the weights of a run's newest checkpoint in this process, on the GPU
-if there is one. They are the averaged weights if train.ema_decay is set.
-After one rank's training the metrics are equal to those that the run itself
-has measured; after several, sums are added in another order."""
+Validate the weights of a run's newest checkpoint in this process: the averaged
+weights, if train.ema_decay is set. After training on one rank the metrics are
+those of the run; after several, sums are added in another order."""
 EPILOG = """\
 For example, on other images: evaluate RUN --best data.root=/data/newer
-Keys that can change: data.*, train.batch_size, device; launch.root says where
-the run is. train.batch_size is by default what each rank had."""
+train.batch_size is by default what each rank had."""
 CHANGEABLE = ("data.", "train.batch_size=", "device=", "launch.root=")
 # The run's ranks were perhaps many, on other machines; here is one.
 ONE_RANK = (
@@ -44,9 +41,9 @@ ONE_RANK = (
 def add_arguments(parser: Parser) -> None:
     """Declare what evaluate takes."""
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help="change data.* or train.batch_size")
+    parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help="change data.*, train.batch_size or device")
     add_checkpoint(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{word}: evaluate changes only data.*, train.batch_size and device; a run keeps the rest"
             )
-    root = run_folders.runs_root([word for word in args.overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(args.overrides)
     folder = RunDir(run_folders.find_run(args.run, root).path.absolute())
     checked = _checked(folder, [*args.overrides, *ONE_RANK])
     script.check_knows_us(checked, f"evaluate {folder.name}")
@@ -105,7 +102,7 @@ def _checked(run: RunDir, words: Sequence[str]) -> Config:
     """The run's configuration with these words, without the options of its jobs. Raises ConfigError."""
     config = run_config.as_submitted(run, words)
     fewest = sizes_for(config.train.shares)[0] if config.train.shares else None  # here one rank can compute any number
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm={}, tasks_per_node=fewest))
+    config = with_launch(config, slurm={}, tasks_per_node=fewest)
     validate(config)
     return config
 

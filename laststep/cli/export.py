@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Write the weights of a run's newest checkpoint to OUT, whose name ends in
-.safetensors or .pt. They are the averaged weights if train.ema_decay is set,
-by the names of the plain model. A file of that name is replaced. More than
-5 GB are written as several .safetensors files and OUT.index.json."""
+.safetensors or .pt: the averaged weights, if train.ema_decay is set. An older
+OUT is replaced. More than 5 GB become several .safetensors files and
+OUT.index.json."""
 EPILOG = """\
 In Python, without a file: model.load_state_dict(laststep.load_weights(RUN))"""
 
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
     add_checkpoint(parser)
     parser.add_argument(
-        "--trained", action="store_true", help="only what the run trains: without frozen weights, so adapters alone"
+        "--trained", action="store_true", help="without frozen weights: only what the run trains, such as adapters"
     )
     parser.add_argument(
         "--format", choices=[DCP], help=f"{DCP}: a new folder OUT, for torch.distributed.checkpoint.load"

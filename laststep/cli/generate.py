@@ -9,8 +9,7 @@ from laststep.cli.parsers import Parser, add_checkpoint, add_run, named_run
 from laststep.config.errors import ConfigError
 
 DESCRIPTION = """\
-Print text that the model of a run's newest checkpoint writes, on the GPU if
-there is one. The run must be one of task=language."""
+Print text that the model of a run's newest checkpoint writes (task=language)."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,15 +19,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt", default="\n", metavar="TEXT", help="what the text begins with (default: a new line)"
     )
-    parser.add_argument(
-        "--tokens", type=int, default=400, metavar="N", help="length of the text, at most (default: 400)"
-    )
+    parser.add_argument("--tokens", type=int, default=400, metavar="N", help="at most this many (default: 400)")
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
-        help="0: always the likeliest token; 1: as often as the model expects it (default: 0.8)",
+        help="0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws another text (default: 0)")
 

@@ -15,8 +15,8 @@ TEMPLATE = Path(__file__).parent / "project"
 FILES = ("README.md", "digits.py", "configs/default.yaml", "configs/site/example.yaml", ".gitignore")
 
 DESCRIPTION = """\
-Write a small project to start from: a task, its configuration, a profile of
-your cluster and a README. It trains as it is. No existing file is changed."""
+Write a small project that trains as it is: a task, its configuration, a profile
+of your cluster and a README. No existing file is changed."""
 
 
 def add_arguments(parser: Parser) -> None:

@@ -29,29 +29,27 @@ WARNING = re.compile(r".*(\bWARNING\b|Warning: )")
 
 DESCRIPTION = "Print the logs of a run's ranks, merged by time, through all attempts."
 EPILOG = """\
-TIME is a time such as 14:30 or 2026-11-22T14:30, or how long ago: 90s, 10m, 2h
-or 1d. REGEX is a Python regular expression; (?i) at its beginning ignores case.
+TIME is 14:30 or 2026-11-22T14:30, or how long ago: 90s, 10m, 2h or 1d. REGEX is
+Python's; (?i) at its beginning ignores case.
 """
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what logs takes."""
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
-    parser.add_argument("--attempt", type=int, metavar="A", help="only this attempt, by its number in `status RUN`")
+    parser.add_argument("--attempt", type=int, metavar="A", help="only this attempt, as `status RUN` numbers them")
     parser.add_argument("--grep", type=_regex, metavar="REGEX", help="only lines that match")
     parser.add_argument("--since", type=_moment, metavar="TIME", help="only lines written since then")
     parser.add_argument("-n", "--tail", type=_count, metavar="N", help="only the last N lines")
     parser.add_argument(
         "--all",
         action="store_true",
-        help="include the lines of submitit, srun and slurmstepd, and of ranks that only begin or lost another one",
+        help="also lines of submitit, srun and slurmstepd, and of ranks that only begin or lost another one",
     )
     parser.add_argument(
-        "--traceback", action="store_true", help="only the error that ended the last attempt (or --attempt A), complete"
+        "--traceback", action="store_true", help="the error that ended the last attempt (or A), complete"
     )
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="keep printing, through every requeue, until the run ends"
-    )
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
     add_run(parser)
 
 

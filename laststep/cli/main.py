@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laststep import script
+from laststep.cli.parsers import PATH_KEYS
 from laststep.cli.verbs import DEFAULT, VERBS
 from laststep.config.errors import ConfigError, nearest
 from laststep.ranks.fault import ONE_LINE
 from laststep.records import former_names
 from laststep.say import command, note
 
-PATH_KEYS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 NEEDED = ("omegaconf", "submitit", "cloudpickle", "rich", "yaml")  # every environment that has Laststep has these
 
 
@@ -65,7 +65,7 @@ def _is_run(name: str, words: Sequence[str]) -> bool:
     from laststep.runs import run_folders
 
     try:
-        run_folders.find_run(name, run_folders.runs_root([word for word in words if word.startswith("launch.root=")]))
+        run_folders.find_run(name, run_folders.root_among(words))
     except ConfigError:
         return False
     return True

@@ -33,6 +33,7 @@ NEW_RUN_OPTIONS: KeyOptions = {**JOB_OPTIONS, "--name": ("launch.name", "RUN", "
 
 # key=value words, as --help shows them and as the completion recognizes them.
 ANY_KEY, LAUNCH_KEY, ROOT_KEY = "key=value", "launch.KEY=value", "launch.root=FOLDER"
+PATH_KEYS = ("data.root", "launch.root", "model.weights", "checkpoint.start_from")
 OWN_CONFIG = "configs/default.yaml"  # of the project; `laststep init` writes one
 DEMO = "mnist"  # ships with Laststep
 NO_RUN = "name the run, or its folder"
@@ -42,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with one line for what is wrong."""
 
     passes_on = False  # whether the words after `--` are options of another program
-    takes_script = False  # whether a script may follow, with its own words
+    takes_script = False  # whether a script may take the place of a task: `verbs.Verb.run` splits it off
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -53,21 +54,15 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def options(self) -> dict[str, argparse.Action]:
-        """Each option as it is typed."""
-        return compat.options_of(self)
-
-    def positionals(self) -> list[argparse.Action]:
-        """The arguments that are not options, in order."""
-        return compat.positionals_of(self)
-
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if len(unknown) < len(message.split()) and not unknown[0].startswith("-"):
             message = f"{unknown[0]}: one word too many; see --help"
         elif len(unknown) < len(message.split()):
-            message = f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(self.options()))}"
+            message = (
+                f"{unknown[0]}: no such option; {nearest(unknown[0].split('=')[0], list(compat.options_of(self)))}"
+            )
         if message.startswith("the following arguments are required: RUN"):
             message = NO_RUN  # argparse would ask for the optional key=value words too
         raise ConfigError(message)
@@ -114,11 +109,6 @@ def config_of(args: argparse.Namespace, words: Sequence[str]) -> str | None:
     )
 
 
-def add_script(parser: Parser) -> None:
-    """A script in place of a task, which `verbs.Verb.run` splits off: argparse sees no word of it."""
-    parser.takes_script = True
-
-
 def stem_of(source: str | None, config: Config) -> str:
     """What a new run is named after: its script, its configuration, or its task."""
     from laststep.config.config import find_config
@@ -156,6 +146,14 @@ def add_overrides(parser: Parser, help: str = "set a configuration key") -> None
     parser.add_argument("overrides", nargs="*", metavar=ANY_KEY, help=help)
 
 
+def add_new_run(parser: Parser, help: str = "set a configuration key") -> None:
+    """The configuration of a new run, by files, options and words, and a script in place of a task."""
+    add_config(parser)
+    add_key_options(parser, NEW_RUN_OPTIONS)
+    add_overrides(parser, help)
+    parser.takes_script = True
+
+
 def add_run(parser: Parser) -> None:
     """The run that a verb is about, and where to find it."""
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
@@ -170,9 +168,9 @@ def add_checkpoint(parser: Parser) -> None:
     parser.add_argument("--raw", action="store_true", help="the weights as trained, not averaged")
 
 
-def add_runs(parser: Parser, nargs: str) -> None:
+def add_runs(parser: Parser) -> None:
     """Several runs, and where to find them; `split` separates the two."""
-    parser.add_argument("words", nargs=nargs, metavar="RUN", help="name or folder of a run")
+    parser.add_argument("words", nargs="*", metavar="RUN", help="name or folder of the run")
 
 
 def add_sweep(parser: Parser, help: str) -> None:
@@ -180,10 +178,10 @@ def add_sweep(parser: Parser, help: str) -> None:
     parser.add_argument("--sweep", metavar="NAME", help=help)
 
 
-def overrides_of(args: argparse.Namespace, options: KeyOptions) -> list[str]:
+def overrides_of(args: argparse.Namespace) -> list[str]:
     """All key=value words; those of the options come last, so an option wins over a word."""
-    values = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _, _) in options.items()}
-    return [*args.overrides, *(f"{key}={value}" for key, value in values.items() if value is not None)]
+    given = {key: getattr(args, option[2:].replace("-", "_"), None) for option, (key, _, _) in NEW_RUN_OPTIONS.items()}
+    return [*args.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
 def named_run(args: argparse.Namespace) -> RunDir:

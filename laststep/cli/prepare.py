@@ -14,9 +14,9 @@ from laststep.say import command, counted
 
 DESCRIPTION = """\
 Make token files in the folder OUT from text, to train a language model on.
-TEXT is plain text (one document), .jsonl (one document per line, in its field
-"text") or .parquet (one per row, in its column "text"). The same command
-continues after an interruption."""
+TEXT is plain text (one document), .jsonl (one per line, in its field "text") or
+.parquet (one per row, in its column "text"). The same command continues after
+an interruption."""
 EPILOG = """\
 Then train on them: {program} --config classics data.name=tokens data.root=OUT"""
 
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from laststep.data.token_writer import prepare
-    from laststep.data.tokenizer import Bytes, FromFile
-    from laststep.data.tokens import TRAIN, VALIDATION
+    from laststep.data.tokens import TRAIN, VALIDATION, Bytes, FromFile
 
     if not 0 <= args.validation < 1:
         raise ConfigError(f"--validation {args.validation:g}: must be at least 0 and below 1")

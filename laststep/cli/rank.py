@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import shlex
@@ -20,9 +19,8 @@ from laststep.checkpoint.store import START_S
 from laststep.cli.parsers import Parser, add_config, config_of, split, stem_of
 from laststep.cli.verbs import VERBS
 from laststep.config import secret
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError, nearest
-from laststep.config.keys import fields_of
 from laststep.config.machine import Machine, Way
 from laststep.config.reads import given_by
 from laststep.doctor.greeting import gather_greetings, greet, wrong_sums
@@ -45,14 +43,10 @@ Start it under any launcher; each process finds out which rank it is:
   torchrun --nproc-per-node 4 -m laststep --name first
   srun python -m laststep --name first           in an sbatch script or salloc
   mpirun python -m laststep --name first         Open MPI
-To continue a run, repeat the command with the same name. Without --name, the
-name is made from the configuration's name and the job id.
-`python -m laststep hello` tests in seconds whether the ranks find each other.
-
-Any key=value sets a configuration key; `{command} --config mnist --dry-run`
-prints them all.
-launch.nodes and its like are not for this: here the launcher decides how
-many ranks there are.
+The same command with the same name continues the run. The launcher, not
+launch.nodes and its like, decides how many ranks there are.
+`python -m laststep hello` tests in seconds whether the ranks find each other;
+of keys, `{command} --config mnist --dry-run` prints them all.
 """
 
 
@@ -103,13 +97,12 @@ def _train(source: str | None, overrides: Sequence[str], site: str | None) -> in
     stem = stem_of(source, config)
     if config.launch.name is None and world.launcher != "python":
         # All ranks, and the same job after a requeue, arrive at this name.
-        named = dataclasses.replace(config.launch, name=f"{stem}-{world.job_id}")
-        config = dataclasses.replace(config, launch=named)
+        config = with_launch(config, name=f"{stem}-{world.job_id}")
     machine = Machine(Way.RANK, new=False, words=overrides, source=source)
     config = submission.ready(config, machine, stem)
     if world.rank == 0:
         say(submission.what_trains(config, source))
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    run = run_folders.folder_of(config)
     new = not Patience(START_S, say).insist(run.config.exists)
     if new and world.rank == 0:
         run_folders.create(config, given_by(machine))
@@ -178,32 +171,32 @@ def _load(source: str | None, overrides: Sequence[str], site: str | None) -> Con
 def _check_same(config: Config, started: Config) -> None:
     """Raise ConfigError when the run was started with other values: it would be neither that run nor this one."""
     # The folder of the data may be recorded as an absolute path, see `run_folders.with_absolute_data`.
-    before = {key: value for key, _, value in fields_of(run_folders.with_absolute_data(started))}
-    for key, _, value in fields_of(run_folders.with_absolute_data(config)):
-        if key == "script" and value != before[key]:
-            then = f"`{script.shown(before[key])}`" if before[key] else f"task={started.task}"
+    before, given = run_folders.with_absolute_data(started), run_folders.with_absolute_data(config)
+    for key, (then, now) in run_config.changes(before, given).items():
+        if key == "script":
+            what = f"`{script.shown(then)}`" if then else f"task={started.task}"
             raise ConfigError(
-                f"{script.shown(value)}: {config.launch.name} was started as {then}, and a run keeps its words; choose "
+                f"{script.shown(now)}: {config.launch.name} was started as {what}, and a run keeps its words; choose "
                 "another --name, or begin another run with LASTSTEP_NEW=1"
             )
-        if value != before[key] and not run_config.may_change(key):
+        if not run_config.may_change(key):
             raise ConfigError(
-                f"{key}={value}: {config.launch.name} was started with {before[key]}, and a run keeps its "
-                "values; leave this one out, or choose another --name"
+                f"{key}={now}: {config.launch.name} was started with {then}, and a run keeps its values; leave this "
+                "one out, or choose another --name"
             )
 
 
 HELLO_DESCRIPTION = """\
-Every rank meets the others as in a run, says who it is, and helps to sum a one
-from each rank."""
+Every rank meets the others as in a run, says who it is, and adds a one to a sum
+over all ranks."""
 HELLO_EPILOG = """\
 Start it the way you start a run:
   python -m laststep hello --spawn 4
   torchrun --nproc-per-node 4 -m laststep hello
   srun python -m laststep hello
   mpirun python -m laststep hello
-Exit status: 0 every rank arrived and has the right sum; 1 a rank did not arrive
-or has a wrong sum; 2 wrong input.
+Exit status: 0 every rank arrived and has the right sum; 1 one has not; 2 wrong
+input.
 """
 SHOWN = ("NCCL_", "GLOO_", "TORCH_", "MASTER_", "CUDA_VISIBLE_DEVICES")
 

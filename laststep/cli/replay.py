@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from laststep.rundir import RunDir
 
 DESCRIPTION = """\
-Do a step of a run again, from the nearest checkpoint before it, with the same
-batch and the same bits, and say whether it came out the same: on this machine,
-or with --nodes or another launch word by a job. The run itself stays as it is."""
+Do a step of a run again, from the nearest checkpoint before it, and say whether
+it came out the same: on this machine, or with --nodes or another launch word by
+a job. The run itself stays as it is."""
 EPILOG = """\
-With train.shares one rank is enough, whatever the run has used; else as many
-ranks start as have done the step. A job is a run of its own, RUN-replay-N-...,
-beside RUN; it has RUN's launch.* keys but for those that are given here.
-Exit status: 0 the same; 1 not the same, or the run failed; 2 the command is
-wrong."""
+With train.shares one rank is enough; else as many start as have done the step.
+A job is a run of its own, RUN-replay-N-..., with RUN's launch.* keys.
+Exit status: 0 the same; 1 not the same, or the run failed; 2 wrong input."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -35,16 +33,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
     parser.add_argument("--to", type=int, metavar="M", help="also the steps after it, up to this one")
     parser.add_argument("--ranks", type=int, metavar="R", help="on this many ranks, with train.shares")
-    parser.add_argument("--save-batch", metavar="FILE", help="write the batch of step N, of rank 0, for torch.load")
-    parser.add_argument("--profile", metavar="FILE", help="write a trace of step N on rank 0, for chrome://tracing")
-    parser.add_argument("--debug", action="store_true", help="stop in pdb before step N, with the model and the batch")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep the replayed run in this new folder, to look at it")
+    parser.add_argument("--save-batch", metavar="FILE", help="write rank 0's batch of step N, for torch.load")
+    parser.add_argument("--profile", metavar="FILE", help="write rank 0's trace of step N, for chrome://tracing")
+    parser.add_argument("--debug", action="store_true", help="stop in pdb before step N")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the replayed run in this new folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_key_options(parser, JOB_OPTIONS)
     parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar=LAUNCH_KEY, help="of the job; launch.root: the folder that holds all runs"
-    )
+    parser.add_argument("overrides", nargs="*", metavar=LAUNCH_KEY, help="of the job; or launch.root")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,7 +123,7 @@ def _show(args: argparse.Namespace, stretch: Stretch, copy: RunDir, ranks: int, 
 
 def _job_words(args: argparse.Namespace) -> list[str]:
     """The `launch` words of a job; none: the replay is on this machine. Raises ConfigError."""
-    words = overrides_of(args, JOB_OPTIONS)
+    words = overrides_of(args)
     args.overrides = [word for word in words if word.startswith("launch.root=")]
     words = [word for word in words if word not in args.overrides]
     for word in words:

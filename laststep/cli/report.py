@@ -24,9 +24,9 @@ HTML page: report.html, in the folder of the run, or for several runs here."""
 
 def add_arguments(parser: Parser) -> None:
     """Declare what report takes."""
-    add_sweep(parser, "show the runs of this sweep")
-    add_runs(parser, nargs="*")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write the page to this file instead")
+    add_sweep(parser, "all runs of this sweep")
+    add_runs(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write this file instead")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,13 +53,7 @@ def _contents(run: RunDir, status: RunStatus) -> Run:
     records, config = records_of(run), run_config.as_submitted(run)
     kept = {record["end_step"] - record["lost_steps"] for record in records}
     return Run(
-        name=run.name,
-        state=status.state,
-        why=status.why,
-        alive=status.alive,
-        step=status.step,
-        total_steps=status.total_steps,
-        goodput=status.goodput,
+        status=status,
         time=time_of(status),
         records=records,
         submissions=read_submissions(run.submissions),

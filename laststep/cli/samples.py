@@ -8,15 +8,14 @@ import json
 from laststep.cli.parsers import Parser, add_run, named_run
 
 DESCRIPTION = """\
-Name the samples that a step used: their numbers in the training set, for every
-rank or share. A language model on token files: the text that each begins with,
-its document and its file."""
+Name the samples that a step used, for every rank or share: their numbers in the
+training set; of token files, also the file, the document and its first words."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what samples takes."""
     parser.add_argument("--step", type=int, metavar="N", required=True, help="the step, from 1")
-    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_run(parser)
 
 

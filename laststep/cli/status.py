@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from laststep.cli.status_tables import View
 
 DESCRIPTION = """\
-Show the state of all runs, or of the named ones: those that run first, then
-those that wait, then the others, each with the newest first. A single run is
-shown with its attempts. On a narrow terminal, only what fits is shown."""
+Show the state of all runs, or of the named ones: those that run, then those
+that wait, then the others, the newest first. A single run is shown with its
+attempts, and why it waits."""
 WAITING = ("queued", "requeued", "unknown")
 EXPLAIN_EVERY_S = 60.0  # under --watch
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what status takes."""
-    parser.add_argument("--state", metavar="STATE[,STATE]", help="show only runs in these states, e.g. failed,lost")
-    parser.add_argument("-n", type=int, metavar="N", help="show only the first N runs")
-    parser.add_argument("--sweep", metavar="NAME", help="show the runs of this sweep, best first")
+    parser.add_argument("--state", metavar="STATE[,STATE]", help="only runs in these states, e.g. failed,lost")
+    parser.add_argument("-n", type=int, metavar="N", help="only the first N runs")
+    parser.add_argument("--sweep", metavar="NAME", help="the runs of this sweep, best first")
     parser.add_argument(
         "--by",
         metavar="METRIC",
-        help="the metric that ranks them: a key of the epoch lines in metrics.jsonl (default: val_loss)",
+        help="the metric that ranks them (default: val_loss)",
     )
     parser.add_argument("--watch", action="store_true", help="keep the table up to date; arrows scroll, q ends it")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    add_runs(parser, nargs="*")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,10 +31,10 @@ from laststep import rooms
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.job.nodes import left_nodes
-from laststep.observe.progress import duration
 from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import AttemptRecord, reason_in, start_of
 from laststep.records.metrics import damaged_lines, metrics_in, newest_epoch
+from laststep.records.progress import duration
 from laststep.rundir import RunDir
 from laststep.runs.pending import Pending, when
 from laststep.runs.run_status import STATES, RunStatus, records_of, settled, time_of

@@ -6,18 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from laststep import __version__, rooms
-from laststep.cli.parsers import (
-    NEW_RUN_OPTIONS,
-    Parser,
-    add_config,
-    add_key_options,
-    add_overrides,
-    add_script,
-    add_ways,
-    config_of,
-    overrides_of,
-    stem_of,
-)
+from laststep.cli.parsers import Parser, add_new_run, add_ways, config_of, overrides_of, stem_of
 from laststep.cli.verbs import verb_list
 from laststep.config.errors import ConfigError
 from laststep.say import note
@@ -35,9 +24,7 @@ verbs (default: submit; for the help of a verb: {{program}} help VERB):
 A script comes last, with its own words; so does a module, after -m, and any
 other command, after --:
   {{program}} --nodes 2 train.py --lr 3e-4
-
-Any key=value sets a configuration key, e.g. optim.lr=0.05 model.name=resnet18;
-`{{program}} --config mnist --dry-run` prints them all, with values.
+Of keys, `{{program}} --config mnist --dry-run` prints them all, with values.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
@@ -46,25 +33,21 @@ wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 def add_arguments(parser: Parser) -> None:
     """Declare what submit takes."""
     parser.add_argument("--version", action="version", version=f"laststep {__version__}", help="print the version")
-    add_config(parser)
+    add_new_run(parser)
     parser.add_argument(
         "--from",
         dest="source",
         metavar="RUN[@STEP]",
-        help="begin with the configuration, the newest checkpoint and the metrics of this run, which stays as it is; "
-        "@STEP: after that step, which is done again here where it has no checkpoint; "
-        "or a file or folder: begin with the weights and the optimiser that another tool has saved there",
+        help="begin with the configuration, the newest checkpoint and the metrics of this run; @STEP: after that step, "
+        "which is done again here if it has no checkpoint; or with the weights and the optimiser that another tool "
+        "has saved in a file or folder",
     )
-    add_key_options(parser, NEW_RUN_OPTIONS)
     add_ways(parser)
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="only see whether it works, in seconds: some steps, a save, a resume and a validation, here, in a "
-        "throwaway folder",
+        help="see in seconds whether it works: some steps, a save, a resume and a validation, in a throwaway folder",
     )
-    add_overrides(parser)
-    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from laststep.runs import run_folders, weights_source
     from laststep.submission import submission
 
-    way, overrides, begins = Way.of(args), overrides_of(args, NEW_RUN_OPTIONS), None
+    way, overrides, begins = Way.of(args), overrides_of(args), None
     source: RunDir | None = None
     step: int | None = None
     if (nodes := own_nodes()) is not None:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,23 +25,23 @@ DESCRIPTION = """\
 Show the curves of all runs, or of the named ones, in TensorBoard until Ctrl-C.
 Runs that begin meanwhile are added."""
 EPILOG = """\
-Words after -- are options of tensorboard itself; `-- --help` lists them:
+Words after -- are tensorboard's own options:
   {program} tensorboard first -- --reload_interval 30"""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what tensorboard takes."""
-    parser.add_argument("--port", type=int, metavar="N", help="the port to serve at (default: 6006, or the next free)")
-    parser.add_argument("--host", metavar="NAME", help="the address to serve at (default: localhost)")
+    parser.add_argument("--port", type=int, metavar="N", help="the port (default: 6006, or the next free)")
+    parser.add_argument("--host", metavar="NAME", help="the address (default: localhost)")
     parser.add_argument("--bind_all", action="store_true", help="let other machines connect")
-    add_sweep(parser, "show the runs of this sweep")
-    add_runs(parser, nargs="*")
+    add_sweep(parser, "all runs of this sweep")
+    add_runs(parser)
     parser.passes_on = True
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Raises ConfigError."""
-    from laststep.submission.sbatch import ended_by_signals
+    from laststep.submission.sbatch import throwaway_folder
 
     try:
         from tensorboard import program
@@ -55,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
         named = names or args.sweep is not None
         return run_folders.find_runs(names, root, args.sweep) if named else run_folders.all_runs(root)
 
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="laststep-") as folder:
-        links = _Links(Path(folder), find)
+    with throwaway_folder("tensorboard") as folder:
+        links = _Links(folder, find)
         if not links.update():
             raise ConfigError("no run has curves yet; a run writes its first ones some seconds after its first step")
-        server = _configured(program.TensorBoard(), ["--logdir", folder, *_options(args)])
+        server = _configured(program.TensorBoard(), ["--logdir", str(folder), *_options(args)])
         try:
             url = server.launch()
         except program.TensorBoardServerException as error:

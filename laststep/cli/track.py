@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep.cli.parsers import ROOT_KEY, Parser, named_run
+from laststep.cli.parsers import Parser, add_run, named_run
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
 from laststep.say import counted, note
@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 
 CLOSE_S = 20.0  # how long a tracker may take to end after Ctrl-C
 DESCRIPTION = """\
-Send to the trackers of a run (track.wandb, track.mlflow, track.trackio) what
-they do not have yet: each step once. Type it where the tracker is reached, if
-the nodes have no internet. What the process beside the training sends just
-now, this leaves to it."""
+Send to the trackers of a run what they do not have yet: each step once. Type it
+on a login node if the others have no internet."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare what track takes."""
-    parser.add_argument("run", metavar="RUN", help="name or folder of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar=ROOT_KEY, help="the folder that holds all runs")
-    parser.add_argument("--follow", action="store_true", help="keep sending until the run has ended, or Ctrl-C")
-    parser.add_argument("--weights", action="store_true", help="send the newest checkpoint's weights as well")
-    parser.add_argument("--json", action="store_true", help="print how far each tracker is, as a JSON list")
+    add_run(parser)
+    parser.add_argument("--follow", action="store_true", help="until the run has ended, or Ctrl-C")
+    parser.add_argument("--weights", action="store_true", help="the newest checkpoint's weights as well")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

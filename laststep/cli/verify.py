@@ -22,7 +22,7 @@ LOOKS = 5
 
 def add_arguments(parser: Parser) -> None:
     """Declare what verify takes."""
-    parser.add_argument("--json", action="store_true", help="print a JSON list, oldest checkpoint first")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_run(parser)
 
 

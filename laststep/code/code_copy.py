@@ -57,7 +57,7 @@ def copy_code(run: RunDir, config: Config) -> None:
     Raises ConfigError when that fails, and when there is too much to be code.
     """
     partial = aside(run.code)
-    _remove_abandoned(run)
+    remove_abandoned(run.path.glob(f"{run.code.name}*.tmp"))
     root = Path(config.launch.root)
     origin = look_up(config, working_folder(run))
     try:
@@ -87,9 +87,9 @@ def copy_code(run: RunDir, config: Config) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove_abandoned(run: RunDir) -> None:
-    """Remove what a copy that was killed has left, but not one that is being made."""
-    for partial in run.path.glob(f"{run.code.name}*.tmp"):
+def remove_abandoned(found: Iterable[Path]) -> None:
+    """Remove the folders that commands which were killed have left, but none that is being made."""
+    for partial in found:
         with contextlib.suppress(OSError):
             if partial.stat().st_mtime < time.time() - ABANDONED_S:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -21,11 +21,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from laststep.code.code_copy import ABANDONED_S, code_files
+from laststep.code.code_copy import code_files, remove_abandoned
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
@@ -192,10 +191,7 @@ def _make(target: Path, folder: Path, options: Sequence[str]) -> None:
     """Install what the lock file names into a new environment. Raises ConfigError."""
     note(f"[laststep] installing the packages of {folder / LOCK} into {target}, once for all runs with this lock file")
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    for left in target.parent.glob("*.tmp"):  # of a command that was killed
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
+    remove_abandoned(target.parent.glob("*.tmp"))
     partial = aside(target)
     # Of a virtual environment, the Python that it was made from.
     python = getattr(sys, "_base_executable", sys.executable)

@@ -1,15 +1,16 @@
 """Every private name of another library that Laststep uses, in one place. Not here: what is built on them.
 
 Such a name may change in any release, so each has a contract test in tests/test_compat.py that fails with the name in
-its message. Importing this module imports none of these libraries: each function imports what it needs. The other
-modules of this folder import theirs.
+its message. Importing this module imports none of these libraries: each function imports what it needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from contextlib import AbstractContextManager
 
+    import torch
     from submitit import SlurmExecutor
     from torch import Tensor, nn
     from torch.amp import GradScaler
@@ -242,6 +244,47 @@ def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+# --- torch: the two calls of a step
+
+
+def backward(loss: Tensor, leaf: Tensor | None = None, gradient: Tensor | None = None) -> None:
+    """`loss.backward()` or, with a leaf, `torch.autograd.backward([loss, leaf], [None, gradient])`.
+
+    It leaves out torch's checks, which take as long as a small backward pass itself. With two roots they also import
+    sympy, to compare the shapes of a tensor and its gradient: that would take a rank half a second at its first step.
+    """
+    import torch
+    from torch.autograd.graph import _engine_run_backward
+
+    roots = (loss,) if leaf is None else (loss, leaf)
+    if type(loss) is not torch.Tensor or loss.numel() != 1 or not loss.is_floating_point():
+        return torch.autograd.backward(roots, (None, gradient)[: len(roots)])  # which says what is wrong
+    ones = torch.ones_like(loss, memory_format=torch.preserve_format)
+    gradients = (ones,) if leaf is None else (ones, gradient)
+    _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def step(optimizer: Optimizer) -> None:
+    """`optimizer.step()`. It leaves out what torch puts around the method of the class for hooks and its profiler,
+    where there are no hooks: for a small model that takes as long as the update itself."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    method = type(optimizer).step
+    plain = getattr(method, "__wrapped__", None)
+    if (
+        not hasattr(method, "hooked")  # what torch has wrapped; the user may have replaced it, or wrapped it once more
+        or hasattr(plain, "hooked")
+        or "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    ):
+        optimizer.step()
+    else:
+        plain(optimizer)  # type: ignore[misc]
+
+
 # --- torch: process groups
 
 
@@ -281,14 +324,6 @@ def is_batch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return isinstance(module, _BatchNorm)
-
-
-def on_compiling(note: Callable[[bool], None]) -> None:
-    """Call `note` from now on whenever torch's compiler begins and ends its work in this process. Imports it."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(lambda _: note(True))
-    callback_handler.register_end_callback(lambda _: note(False))
 
 
 def compiled_original(module: Any) -> Any:
@@ -335,6 +370,134 @@ def no_buffer_sync() -> dict[str, Any]:
 
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+# --- torch: the compiler. torch.optim and DistributedDataParallel import it in their first step, whether anything is
+# compiled or not. So a supervisor imports it, with torch, before it forks a rank.
+
+LIMIT = (
+    "WARNING: torch.compile has met more than {} kinds of input, such as shapes, and runs further ones uncompiled. A "
+    "resumed run may compile others, so its last bits may differ; pad the batches to a few shapes"
+)
+
+
+def cache_in(folder: Path) -> None:
+    """Have torch keep what it compiles in `folder`, unless the user has chosen a place. Ranks may share it.
+
+    Torch's own default is in /tmp, where the next attempt, on other nodes, does not find it.
+    """
+    import fcntl
+
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError:  # no locks on this file system, as on some Lustre mounts: torch would fail to lock there
+            return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / _processor()))
+
+
+def _processor() -> str:
+    """A name for this model of processor. Torch compiles C++ for the processor that it runs on, but its cache does not
+    distinguish processors."""
+    import hashlib
+    import platform
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def compile_each_shape(warn: Callable[[str], None]) -> None:
+    """Compile a graph for each shape of the input, also where the user's code compiles. Imports the compiler.
+
+    By default it makes a graph for all sizes as soon as it meets a second one, and uses it for the first one from then
+    on. Then the bits of a step depend on the steps before, and so on where the run was resumed. It keeps a limited
+    number of graphs: `warn` is called with a line once that is reached.
+    """
+    import logging
+
+    import torch._dynamo.config as config
+
+    said = False
+
+    def at_limit(record: logging.LogRecord) -> bool:
+        nonlocal said
+        if not said and "hit config." in str(record.msg):
+            said = True
+            with contextlib.suppress(Exception):  # the compiler calls this
+                warn(LIMIT.format(config.recompile_limit))
+        return True
+
+    _set_in_all_threads(config, "automatic_dynamic_shapes", False)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    if all(getattr(known, "__name__", "") != at_limit.__name__ for known in log.filters):
+        log.addFilter(at_limit)
+
+
+def _set_in_all_threads(config: Any, name: str, value: bool) -> None:
+    """Set one of torch's settings, and its default: what is set holds for this thread alone since torch 2.15."""
+    setattr(config, name, value)
+    config._config[name].default = value
+
+
+def compile_without_timing() -> None:
+    """Let the compiler choose no kernel by how long it takes where another one adds in another order: each attempt, and
+    each rank, might choose another one. A user who has set TORCHINDUCTOR_DETERMINISTIC has chosen."""
+    if os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1") == "1" and "torch._inductor.config" in sys.modules:
+        _set_in_all_threads(sys.modules["torch._inductor.config"], "deterministic", True)
+
+
+def draw_from_default_generators() -> None:
+    """Where a compiled model recomputes activations on a GPU, let it draw its random numbers, as for dropout, from
+    torch's default generators.
+
+    By default it draws them from generators of its own, which are seeded once per process: seeding the default ones
+    before a step does not reach them, so a resumed run would draw other numbers.
+    """
+    import torch._functorch.config as config
+
+    _set_in_all_threads(config, "graphsafe_rng_functionalization", False)
+
+
+def compile_whole_under_ddp() -> None:
+    """Within DistributedDataParallel, compile a model as one graph instead of one for each bucket of gradients."""
+    import torch._dynamo.config as config
+
+    config.optimize_ddp = False
+
+
+def compile_in_place(module: nn.Module, mode: str | None = None) -> None:
+    """Compile a module for fixed shapes, as `Module.compile` does.
+
+    Before torch 2.14 that compiles nothing, without a word, of a module whose forward is torch's own, such as an
+    nn.Sequential or an nn.TransformerEncoderLayer, unless the module is wrapped.
+    """
+    import torch._dynamo.config as config
+
+    with config.patch(wrap_top_frame=type(module).forward.__module__.startswith("torch.nn.")):
+        module.compile(dynamic=False, mode=mode)
+
+
+def has_cuda_graphs(device: torch.device) -> bool:
+    """Whether the compiler has recorded CUDA graphs on this device for a forward and a backward pass, and left out no
+    part of a model so far. Call it in the thread that trains."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device.index or 0, create_if_none_exists=False)
+    if manager is None or counters["inductor"]["cudagraph_skips"]:
+        return False
+    return any(any(forward.children.values()) for forwards in manager.roots.values() for forward in forwards)
+
+
+def on_compiling(note: Callable[[bool], None]) -> None:
+    """Call `note` from now on whenever torch's compiler begins and ends its work in this process. Imports it."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: note(True))
+    callback_handler.register_end_callback(lambda _: note(False))
 
 
 # --- torch: loading

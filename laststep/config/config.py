@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,8 +17,9 @@ from laststep.config.checks import validate
 from laststep.config.errors import ConfigError, first_line, nearest
 from laststep.config.keys import as_written, assign, escaped, fields_of, parse_override, replaced, values_of
 from laststep.config.schema import COMMAND, SCRIPT, Settings
-from laststep.rundir import aside
+from laststep.rundir import write_whole
 
+C = TypeVar("C", bound=Settings)
 PACKAGED = Path(__file__).parent.parent / "configs"  # what ships with Laststep; in a clone, a link to its configs/
 
 
@@ -87,9 +88,12 @@ class Config(Settings):
 
     def save(self, path: Path) -> None:
         """Write `to_yaml` to `path` atomically."""
-        temporary = aside(path)
-        temporary.write_text(self.to_yaml())
-        temporary.replace(path)
+        write_whole(path, self.to_yaml())
+
+
+def with_launch(config: C, **changed: Any) -> C:
+    """The configuration with other values of these keys of `launch`."""
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **changed))
 
 
 def _with_script(config: Config) -> Config:

@@ -28,14 +28,13 @@ class Model:
 
     name: str = setting(
         "convnet",
-        "convnet, or any torchvision classification model; task=language: a size, such as tiny-1m, gpt2-124m or "
-        "llama-8b",
+        "convnet, or any torchvision classifier; task=language: a size, such as tiny-1m or llama-8b",
     )
     args: dict[str, Any] = setting({}, "keyword arguments for the model's constructor, e.g. model.args.dropout=0.1")
     weights: str | None = setting(
         None,
-        "start from these weights: a .safetensors or .pt file, a run (its newest checkpoint), or torchvision's name "
-        "for them, e.g. DEFAULT. null: start from random weights",
+        "start from these weights: a .safetensors or .pt file, a run, or a name of torchvision's, e.g. DEFAULT; "
+        "null: random ones",
     )
 
 
@@ -45,17 +44,15 @@ class Data:
 
     name: str = setting(
         "mnist-5k",
-        "data set: mnist-5k (ships with Laststep), mnist, fashion-mnist, cifar10, imagefolder or fake; "
-        "task=language: classics (ships with Laststep) or tokens",
+        "mnist-5k (ships with Laststep), mnist, fashion-mnist, cifar10, imagefolder or fake; task=language: "
+        "classics (ships with Laststep) or tokens",
     )
     root: str = setting(
         "data",
-        "folder of the data set; mnist, fashion-mnist and cifar10 are downloaded into it if missing; "
-        "tokens: what `prepare` has made",
+        "folder of the data set, into which mnist, fashion-mnist and cifar10 are downloaded; tokens: what "
+        "`prepare` has made",
     )
-    workers: int = setting(
-        0, "loader processes per rank; 0 loads in the rank itself. Data sets held in memory use none", least=0
-    )
+    workers: int = setting(0, "loader processes per rank; 0: the rank loads. Data held in memory uses none", least=0)
     args: dict[str, Any] = setting(
         {},
         "options of the data set: augment, image_size; imagefolder: cache, decode_on_device; fake: classes, samples; "
@@ -67,32 +64,28 @@ class Data:
 class Optim:
     """The optimiser and its learning rate."""
 
-    name: str = setting("sgd", "optimiser: sgd, adamw, or any other class of torch.optim, such as NAdam, in any case")
+    name: str = setting("sgd", "sgd, adamw, or another class of torch.optim, but LBFGS and SparseAdam")
     lr: float = setting(0.1, "peak learning rate", least=0)
     weight_decay: float = setting(0.0, "weight decay (coupled for sgd, decoupled for adamw)", least=0)
     decay_norms_and_biases: bool = setting(
         True,
-        "false: no weight decay for parameters of one dimension (biases, normalisation layers), nor for the "
-        "embedding of task=language",
+        "false: no weight decay for parameters of one dimension, nor for the embedding of task=language",
     )
-    momentum: float = setting(0.9, "momentum, for sgd only; for others optim.args.momentum", least=0)
+    momentum: float = setting(0.9, "for sgd only; for others optim.args.momentum", least=0)
     args: dict[str, Any] = setting(
-        {}, "more keyword arguments for the optimiser's constructor, e.g. optim.args.betas=[0.9,0.95]"
+        {}, "more arguments for the optimiser's constructor, e.g. optim.args.betas=[0.9,0.95]"
     )
     schedule: str = setting(
         "cosine",
-        "learning rate after the warm-up; cosine: falls to 0, step: divided by 10 after each third, constant: lr, "
-        "wsd: lr, then falls linearly to 0, see optim.decay_share",
+        "learning rate after the warm-up. cosine: falls to 0; step: divided by 10 after each third; constant: "
+        "stays; wsd: stays, then falls linearly to 0",
         choices=("cosine", "step", "constant", "wsd"),
     )
-    decay_share: float = setting(
-        0.2, "optim.schedule=wsd: the last share of the steps, in which the learning rate falls", least=0
-    )
-    warmup_steps: int = setting(0, "steps of warm-up, in which the learning rate rises linearly from 0 to lr", least=0)
+    decay_share: float = setting(0.2, "wsd: the last share of the steps, in which the learning rate falls", least=0)
+    warmup_steps: int = setting(0, "steps in which the learning rate rises linearly from 0", least=0)
     clip_norm: float | None = setting(
         None,
-        "clip the gradient to this norm (over all parameters), and log its norm before as grad_norm; .inf: only log "
-        "it; null: neither",
+        "clip the gradient to this norm, and log its norm before as grad_norm; .inf: only log it; null: neither",
         least=0,
     )
 
@@ -102,66 +95,60 @@ class Train:
     """How long to train, the batch size, and the arithmetic."""
 
     epochs: int = setting(10, "passes over the training set", least=1)
-    max_steps: int | None = setting(
-        None, "end after this many steps, even if fewer than train.epochs are done; null: no limit", least=1
-    )
+    max_steps: int | None = setting(None, "end after this many steps at the latest; null: no limit", least=1)
     epoch_samples: int | None = setting(
         None,
-        "samples per epoch: the next epoch continues where this one ended within the pass over the training set. "
-        "null: an epoch is a pass",
+        "samples per epoch; the next one goes on where this one ended. null: a whole pass",
         least=1,
     )
     overfit_batches: int | None = setting(
         None,
-        "train on the samples of this many batches only, the same in each epoch: a model that cannot learn them by "
-        "heart has a bug. Validation stays whole, and says nothing then. null: on all samples",
+        "train on this many batches only: a model that cannot learn them by heart has a bug. null: on all",
         least=1,
     )
     batch_size: int = setting(
         64,
-        "samples per step over all ranks together (the global batch)",
+        "samples per step over all ranks (the global batch)",
         least=1,
     )
     accumulate: int = setting(1, "micro-batches per step and rank: less memory, the same global batch", least=1)
     shares: int | None = setting(
         None,
-        "compute the global batch as this many shares: the run ends with the same bits on any number of ranks that "
-        "is shares / 2^k, also if it changes; a custom loop loops over run.shares(batch). null: one per rank",
+        "compute the global batch as this many shares: the same bits on any number of ranks that is shares / "
+        "2^k, also if it changes. null: one per rank",
         least=1,
     )
     sharding: str = setting(
         "none",
-        "where weights, gradients and the optimiser's state are. none: on every rank. full: cut into one shard per "
-        "rank (FSDP2), for models that do not fit one GPU. hybrid: cut within each node",
+        "of weights, gradients and the optimiser's state. none: whole on every rank. full: one shard per rank "
+        "(FSDP2). hybrid: sharded within each node",
         choices=("none", "full", "hybrid"),
     )
-    skip_steps: list[int] = setting(
-        [], "steps of a Task to leave out: their batches are passed over, and change nothing, e.g. [1234]", least=1
-    )
+    skip_steps: list[int] = setting([], "steps of a Task to leave out, e.g. [1234]", least=1)
     skip_samples: list[int] = setting(
-        [], "samples of a Task to leave out of their batches, by their numbers, which `samples` shows", least=0
+        [], "samples of a Task to leave out, by their numbers, which `samples` shows", least=0
     )
     precision: str = setting(
         "fp32",
-        "arithmetic of the forward and backward passes. tf32 (GPUs only): fp32, but products and convolutions round "
-        "their inputs to 10 bits of mantissa, several times as fast. bf16, fp16: autocast",
+        "arithmetic of both passes. tf32 (GPUs only): fp32 with inputs of 10 bits of mantissa, several times as "
+        "fast. bf16, fp16: autocast",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
     sanity: bool = setting(
-        True, "before the first step of each attempt, run one validation batch, so that an error there comes at once"
+        True, "run one validation batch before each attempt's first step, so that an error there comes at once"
     )
     find_unused_parameters: bool = setting(
         False,
-        "with several ranks: allow steps in which parameters of the model get no gradient, on some ranks or on any. "
-        "One that gets none on any rank stays as it is, as it does on one rank; a GPU waits once in such a step",
+        "with several ranks: allow steps in which parameters get no gradient. One that no rank has used keeps "
+        "its value; a GPU waits once in such a step",
     )
     compile: bool = setting(False, "compile the model with torch.compile")
     cuda_graphs: bool = setting(
         False,
-        "run the compiled model as CUDA graphs, for models so small that launching kernels takes longer than "
-        "running them; a Task that keeps what the model returns beyond a step must clone it",
+        "run the compiled model as CUDA graphs, which is faster for small models; a Task clones what it keeps of "
+        "the model's output beyond a step",
     )
-    channels_last: bool = setting(False, "store images as NHWC in memory; convolutions are faster on a GPU")
+    channels_last: bool = setting(False, "store images as NHWC; convolutions are faster on a GPU")
     ema_decay: float = setting(
         0.0,
         "keep an exponential moving average of the weights, with this decay per step, and validate it; 0: none",
@@ -172,8 +159,8 @@ class Train:
     )
     deterministic: bool = setting(
         True,
-        "use only deterministic kernels on GPUs, and NCCL's ring algorithm and simple protocol unless NCCL_ALGO and "
-        "NCCL_PROTO are set. false: faster, but a resumed run's last bits may differ. Without effect on CPUs",
+        "on GPUs: deterministic kernels only, and NCCL's ring and simple protocol unless NCCL_ALGO and "
+        "NCCL_PROTO are set. false: faster, but a resumed run's last bits may differ",
     )
     nonfinite: str = setting(
         "fail",
@@ -182,14 +169,14 @@ class Train:
     )
     rehearsal: bool = setting(
         True,
-        "custom loops on three or more ranks: process each attempt's first batch twice and undo the first pass, so "
-        "that DistributedDataParallel always adds in the same order. false: a resumed run's last bits may differ",
+        "custom loops on three or more ranks: do each attempt's first batch twice and undo the first pass, so "
+        "that DistributedDataParallel always adds in one order. false: a resumed run's last bits may differ",
     )
-    log_every: int = setting(10, "steps between progress lines; metrics.jsonl always has every step", least=1)
+    log_every: int = setting(10, "steps between progress lines; metrics.jsonl has every step", least=1)
     digest_every: int | None = setting(
         100,
-        "note a digest of the weights, buffers and optimiser in metrics.jsonl every N steps, which `replay` and `diff` "
-        "compare; null: none",
+        "write a digest of weights, buffers and optimiser into metrics.jsonl every N steps, for `replay` and "
+        "`diff`; null: none",
         least=1,
     )
 
@@ -201,43 +188,41 @@ class Checkpoint:
     every_steps: int | None = setting(None, "save every N steps; null: not by steps", least=1)
     every_minutes: float | int | str | None = setting(
         10.0,
-        "save every N minutes, at the next progress line; auto: by the measured cost of a save and how often the "
-        "run fails; null: not by time",
+        "save every N minutes, at the next progress line; auto: by what a save costs and how often the run "
+        "fails; null: not by time",
         least=0,
     )
     every_epochs: int | None = setting(1, "save after the validation of every N-th epoch; null: not by epochs", least=1)
-    asynchronous: bool = setting(
-        True, "write checkpoints while training continues; false: wait until each one is on the disk"
-    )
-    keep_last: int = setting(2, "number of newest checkpoints to keep", least=1)
-    keep_best: int = setting(1, "number of best checkpoints to keep as well, see checkpoint.best_by", least=0)
+    asynchronous: bool = setting(True, "write while training continues; false: wait for the disk")
+    keep_last: int = setting(2, "newest checkpoints to keep", least=1)
+    keep_best: int = setting(1, "best checkpoints to keep as well, by checkpoint.best_by", least=0)
     best_by: str = setting(
         "val_loss",
-        "the validation metric that ranks checkpoints, with :min or :max for which values are better, e.g. "
-        "val_accuracy:max; with loss in its name, the lowest is best",
+        "the validation metric that ranks checkpoints, e.g. val_accuracy:max; with loss in its name, the lowest "
+        "is best",
     )
     anchors: str | int | None = setting(
         None,
-        "checkpoints to keep for good besides, from which `replay` begins: one every N steps; or a size such as "
-        "200GB: as many as fit, the older the sparser; null: none",
+        "checkpoints to keep for good, for `replay`: one every N steps, or as many as fit a size such as 200GB; "
+        "null: none",
         least=1,
     )
     replicas: int = setting(
         0,
-        "copies of each rank's shard in another node's host memory, 0 or 1, for sharded models without hybrid: "
-        "without one, a rank that dies costs the steps since the last save",
+        "0 or 1 copies of each shard in another node's memory, for sharded models but hybrid: without one, a "
+        "rank that dies costs the steps since the last save",
         least=0,
     )
     replica_every_steps: int = setting(
         1,
-        "renew these copies every N steps. 1: a step ends when its copies are complete, so none is lost. More: a "
-        "rank that dies costs up to N",
+        "renew these copies every N steps. 1: each step waits for them, and none is lost. More: a rank that dies "
+        "costs up to 2N - 1",
         least=1,
     )
     start_from: str | None = setting(
         None,
-        "start a new run from a checkpoint of another tool: its weights and the state of its optimiser, by names. A "
-        "file of torch.save, Lightning's .ckpt, or a folder of torch.distributed.checkpoint or transformers",
+        "begin with another tool's weights and optimiser: a file of torch.save, Lightning's .ckpt, or a folder "
+        "of torch.distributed.checkpoint or transformers",
     )
 
 
@@ -270,9 +255,9 @@ class Launch:
     """The size of the job, where it runs, when it ends, and when it is requeued."""
 
     name: str | None = setting(
-        None, "name of the run and of its folder; null: made from the configuration's name and the time"
+        None, "name of the run and of its folder; null: from the configuration's name and the time"
     )
-    root: str = setting("runs", "folder of all runs; on a cluster it must be on a file system that all nodes share")
+    root: str = setting("runs", "folder of all runs, on a disk that all nodes share")
     nodes: int | str = setting(
         1,
         "number of nodes, or a range such as 1-4: each start takes as many as are free (--local: the fewest)",
@@ -280,15 +265,14 @@ class Launch:
     )
     spare_nodes: int = setting(
         0,
-        "nodes beyond launch.nodes: after a fault one replaces a node that is dead or blamed, without a requeue. "
-        "launch.setup runs there too",
+        "more nodes: after a fault one replaces a dead or blamed node, without a requeue",
         least=0,
     )
     gpus_per_node: int = setting(
-        0, "GPUs per node, one rank for each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
+        0, "GPUs per node, one rank each; 0: as many as launch.slurm asks for, else train on CPUs", least=0
     )
-    tasks_per_node: int | None = setting(None, "ranks per node when training on CPUs; null: 1", least=1)
-    cpus_per_task: int = setting(1, "CPU cores per rank, including those for its loader processes", least=1)
+    tasks_per_node: int | None = setting(None, "ranks per node on CPUs; null: 1", least=1)
+    cpus_per_task: int = setting(1, "CPU cores per rank, including those of its loader processes", least=1)
     mem_gb: float | None = setting(None, "memory per node, in GB; null: the cluster's default", least=0)
     time_min: int = setting(
         60,
@@ -297,8 +281,7 @@ class Launch:
     )
     least_time_min: int | None = setting(
         None,
-        "shortest time limit that Slurm may give an attempt to start it sooner (sbatch --time-min); null: none but "
-        "launch.time_min",
+        "shortest time limit that Slurm may give an attempt to start it sooner; null: launch.time_min",
         least=1,
     )
     partition: str | None = setting(
@@ -311,31 +294,29 @@ class Launch:
     signal_delay_s: int = setting(90, "seconds before the time limit at which the run saves and is requeued", least=1)
     grace_s: int | None = setting(
         None,
-        "seconds between SIGTERM and SIGKILL on this cluster (never under --local); null: Slurm's KillWait, or 30 "
-        "without an answer",
+        "seconds between SIGTERM and SIGKILL (never under --local); null: Slurm's KillWait, or 30 without an answer",
         least=1,
     )
     chain: int = setting(
         1,
-        "jobs that the run has in the queue, each of which starts once the one before has ended, in place of a "
-        "requeue: where sites forbid that, or cap a job's time below that of the training",
+        "jobs in the queue, each after the one before, in place of a requeue: where sites forbid that, or cap a "
+        "job's time",
         least=1,
     )
     max_timeouts: int = setting(100, "attempts of a job or chain that may end at the time limit", least=0)
     max_restarts: int = setting(
         3,
-        "restarts in the same allocation after a crash, a hang or a loss, before the job is requeued; counted anew "
-        "once a new step is kept",
+        "restarts in one allocation without a new step kept, after which the job is requeued",
         least=0,
     )
     max_failures: int = setting(
         3,
-        "allocations of a job or chain that may end without keeping a new step, before the run ends",
+        "allocations of a job or chain without a new step kept, after which the run ends",
         least=0,
     )
     exclude_after: int | None = setting(
         2,
-        "faults within a day that one node may be blamed for (its rank was killed or stuck, its GPU failed) before "
+        "faults within a day for which one node is blamed (a rank killed or stuck, a GPU failed), after which "
         "the run leaves it; null: never",
         least=1,
     )
@@ -343,18 +324,18 @@ class Launch:
     init_method: str | None = setting(
         None,
         "where the ranks meet: tcp://HOST:PORT, env:// (MASTER_ADDR and MASTER_PORT), or file://PATH on a shared "
-        "disk; null: env:// where those are set, else a file in the run's folder",
+        "disk; null: env:// where those are set, else a file of the run",
     )
     backend: str = setting(
         "auto",
-        "backend of the ranks' collectives; auto: nccl on GPUs, gloo on CPUs. gloo runs on GPUs too, slowly: to "
-        "find out whether NCCL is the problem",
+        "for collectives; auto: nccl on GPUs, gloo on CPUs. gloo on GPUs is slow, and shows whether NCCL is the "
+        "problem",
         choices=("auto", "nccl", "gloo"),
     )
     preflight: bool = setting(
         True,
-        "check GPUs (their errors with nvidia-ml-py installed), memory, disks and clock of each node as its ranks "
-        "start. A node that fails is blamed, and the attempt is retried",
+        "check each node's GPUs (their errors with nvidia-ml-py), memory, disks and clock at a start. A node "
+        "that fails is blamed, and the attempt is retried",
     )
     setup: list[str] = setting(
         [], "shell lines that run once on every node before the ranks start, e.g. 'module load cuda'"
@@ -362,21 +343,19 @@ class Launch:
     python: str | None = setting(
         None,
         "command that starts Python in each rank, e.g. 'apptainer exec --nv /images/torch.sif python'; null: the "
-        "Python that submits",
+        "one that submits",
     )
     uv: str | None = setting(
         None,
-        "true: the packages of the project's uv.lock, installed at the submission into a folder that all runs with the "
-        "same lock file share; or options of `uv sync`, such as '--extra cu128'; null: the environment that submits",
+        "true: the packages of the project's uv.lock; or options of `uv sync`, such as '--extra cu128'; null: "
+        "the environment that submits",
     )
     container: str | None = setting(
         None,
-        "image in which the ranks run, with the folders and variables of the run: a .sif file or an unpacked folder "
-        "(Apptainer, Singularity), or a .sqsh file (Pyxis); launch.python is the Python in it (null: python3)",
+        "image in which the ranks run: a .sif file or an unpacked folder (Apptainer, Singularity), or a .sqsh "
+        "file (Pyxis); launch.python is the Python in it (null: python3)",
     )
-    srun: list[str] = setting(
-        [], "extra arguments for the srun that starts the ranks, e.g. --container-image=... for Pyxis"
-    )
+    srun: list[str] = setting([], "more arguments for the srun that starts the ranks")
     env: dict[str, str] = setting({}, "environment variables of the job, e.g. launch.env.NCCL_DEBUG=INFO")
     slurm: dict[str, Any] = setting(
         {},
@@ -455,13 +434,11 @@ class Settings:
     )
     script: list[str] = setting(
         [],
-        "a script to train instead, and its own words: [train.py, --lr, 3e-4], or [-m, package.module]; it calls "
-        "laststep.run(). Any other command resumes by itself: [./train, --lr, 3e-4]",
+        "a script to train instead, or any command, and its words: [train.py, --lr, 3e-4], [-m, package.module]",
     )
     args: dict[str, Any] = setting(
         {},
-        "settings of your own for your task, e.g. args.width=64: a custom loop reads run.args.width; task=language: "
-        "z_loss",
+        "your own settings for your task, e.g. args.width=64; task=language: z_loss",
     )
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

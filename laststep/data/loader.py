@@ -64,22 +64,11 @@ class LoaderFactory:
             tensors: tuple[Tensor, ...] = dataset.tensors  # type: ignore[attr-defined]
             if indexed_on.type == "cpu" or sum(tensor.nbytes for tensor in tensors) <= ON_GPU_BYTES:
                 return MemoryBatches(dataset, seed, keys, indexed_on)
-        return self._sample_loader(dataset, seed, keys)
-
-    def _sample_loader(self, dataset: Dataset[Any], seed: int, keys: Iterable[BatchKey]) -> DataLoader[Any]:
-        return DataLoader(
-            _BatchDataset(dataset, seed, self.collate or default_collate),
-            sampler=keys,
-            batch_size=None,  # an item is a whole batch
-            collate_fn=_identity,
-            num_workers=self.workers,
-            pin_memory=self.pin_memory and self.device.type == "cuda",
-            worker_init_fn=set_up_worker,
-            # Not the global generator: the loader draws a seed for its workers, which would shift the model's draws.
-            generator=torch.Generator().manual_seed(seed_of("loader", seed)),
-            persistent_workers=self.persistent_workers and self.workers > 0,
-            multiprocessing_context="fork" if self.workers else None,
-        )
+        samples = _BatchDataset(dataset, seed, self.collate or default_collate)
+        # Not the global generator: the loader draws a seed for its workers, which would shift the model's draws.
+        generator = torch.Generator().manual_seed(seed_of("loader", seed))
+        pin_memory = self.pin_memory and self.device.type == "cuda"
+        return item_loader(samples, keys, self.workers, pin_memory, generator, self.persistent_workers)
 
 
 class DeviceLoader:
@@ -163,16 +152,16 @@ def for_each_tensor(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
+@dataclass(eq=False)
 class _BatchDataset(Dataset[Any]):
     """A data set whose items are whole batches, by key. Each sample's random draws depend only on (seed, epoch, index).
 
     So it does not matter which worker loads a sample, how many workers there are, or what was loaded before.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate = collate
+    dataset: Dataset[Any]
+    seed: int
+    collate: Callable[[list[Any]], Any]
 
     def __getitem__(self, key: BatchKey) -> Any:
         epoch, indices = key
@@ -198,6 +187,29 @@ def note_ours(dataset: Any) -> None:
     """From now on this counts as the data set of such a DataLoader."""
     if not is_ours(dataset):
         _noted.append(dataset)
+
+
+def item_loader(
+    dataset: Dataset[Any],
+    keys: Iterable[Any] | None,
+    workers: int,
+    pin_memory: bool,
+    generator: torch.Generator,
+    persistent_workers: bool = False,
+) -> DataLoader[Any]:
+    """A DataLoader of a data set whose items are whole batches."""
+    return DataLoader(
+        dataset,
+        sampler=keys,
+        batch_size=None,
+        collate_fn=_identity,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        worker_init_fn=set_up_worker,
+        generator=generator,
+        persistent_workers=persistent_workers and workers > 0,
+        multiprocessing_context="fork" if workers else None,
+    )
 
 
 def _identity(batch: Any) -> Any:

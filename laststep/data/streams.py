@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 
 from laststep import compat
 from laststep.config.errors import ConfigError, first_line
-from laststep.data.loader import DeviceLoader, end_workers, note_ours, set_up_workers
+from laststep.data.loader import DeviceLoader, end_workers, item_loader, note_ours, set_up_workers
 from laststep.data.order import preserved_generators, seed_generators, seed_of
 from laststep.ranks.group import Group
-from laststep.ranks.process import held_back, set_up_worker
+from laststep.ranks.process import held_back
 from laststep.say import say
 
 EXCHANGE_STEPS = 50
@@ -285,8 +285,7 @@ class PartReader(Iterator[tuple[list[Any], int, Mark]]):
 
 
 class _Parts(IterableDataset[Any]):
-    """The batches of some parts, in the order in which a rank takes them. One of n workers
-    takes every n-th."""
+    """The batches of some parts, in the order in which a rank takes them. One of n workers takes every n-th."""
 
     def __init__(
         self, spec: Spec, order: PartOrder, marks: list[Mark | None], collate: Callable[..., Any] | None
@@ -353,61 +352,83 @@ class StreamRecord:
         return cls(**{**plain, "marks": marks})
 
 
-class StepStream:
-    """This rank's batches of a stream for a custom training loop: one per step, or one for each of its shares."""
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a function has asked run.stream(...) for."""
 
-    def __init__(
-        self,
-        source: Any,
-        batch_size: int | None,
-        shuffle: int,
-        collate: Callable[[list[Any]], Any] | None,
-        workers: int,
-        seed: int,
-        device: torch.device,
-        place: tuple[int, int],
-        shares: int | None,
-        record: StreamRecord | None,
-        pin_memory: bool = True,
-    ) -> None:
-        """`place` is the rank and the number of ranks, `shares` is train.shares, `record` what the checkpoint holds.
-        Raises ConfigError."""
-        rank, size = place
+    source: Any
+    batch_size: int | None
+    shuffle: int
+    collate: Callable[[list[Any]], Any] | None
+    workers: int
+    pin_memory: bool = True
+
+    @property
+    def own_workers(self) -> int:
+        """How many processes of ours read; a DataLoader has its own."""
+        return 0 if isinstance(self.source, DataLoader) else self.workers
+
+    def check(self) -> None:
+        """Raise ConfigError for a source that cannot be a stream."""
+        source = self.source
         if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
             raise ConfigError(
                 f"run.stream(...): a {type(source).__name__} can be iterated only once; give the function that makes "
                 "it, of the part and the number of parts: run.stream(lambda part, parts: samples(), ...)"
             )
         if isinstance(source, DataLoader):
-            if batch_size is not None:
+            if self.batch_size is not None:
                 raise ConfigError("run.stream(...): a DataLoader gives batches already; leave batch_size out")
             if isinstance(source.sampler, torch.utils.data.RandomSampler) and not hasattr(source, "state_dict"):
                 raise ConfigError("run.stream(...): its order is random; write run.loader(dataset, batch_size)")
-            workers = 0  # it has its own
-        total = shares or (size if record is None else record.parts // record.each)
+
+    def record(self, total: int, size: int, before: StreamRecord | None) -> StreamRecord:
+        """The record of a stream in `total` shares on `size` ranks: `before`, if there is one. Raises ConfigError if it
+        does not fit."""
         if total % size:
             raise ConfigError(
                 f"run.stream(...): this run's streams are read in {total} shares, which {size} ranks cannot divide; "
                 f"resume it on a number of ranks that divides {total}"
             )
-        if batch_size is not None and (batch_size < 1 or batch_size % total):
-            raise ConfigError(f"run.stream(batch_size={batch_size}): not divisible by {total} shares of the ranks")
-        each = max(1, workers) if record is None else record.each
-        fresh = StreamRecord(total * each, each, batch_size, shuffle, 0, [None] * (total * each))
-        if record is not None and replace(record, taken=0, marks=fresh.marks) != fresh:
+        if self.batch_size is not None and (self.batch_size < 1 or self.batch_size % total):
+            raise ConfigError(f"run.stream(batch_size={self.batch_size}): not divisible by {total} shares of the ranks")
+        each = max(1, self.own_workers) if before is None else before.each
+        fresh = StreamRecord(total * each, each, self.batch_size, self.shuffle, 0, [None] * (total * each))
+        if before is not None and replace(before, taken=0, marks=fresh.marks) != fresh:
             raise ConfigError(
-                f"run.stream(...): this run reads it in {record.parts} parts, batch_size={record.batch_size}, "
-                f"shuffle={record.shuffle}, not in {fresh.parts}, {batch_size}, {shuffle}; leave these as they were"
+                f"run.stream(...): this run reads it in {before.parts} parts, batch_size={before.batch_size}, "
+                f"shuffle={before.shuffle}, not in {fresh.parts}, {self.batch_size}, {self.shuffle}; leave these as "
+                "they were"
             )
-        self.record = (record or fresh).snapshot()
-        here = total // size
-        self._total, self._here, self._device, self._pin = total, here, device, pin_memory
+        return before or fresh
+
+
+class StepStream:
+    """This rank's batches of a stream for a custom training loop: one per step, or one for each of its shares."""
+
+    def __init__(
+        self,
+        asked: StreamOptions,
+        seed: int,
+        device: torch.device,
+        place: tuple[int, int],
+        shares: int | None,
+        record: StreamRecord | None,
+    ) -> None:
+        """`place` is the rank and the number of ranks, `shares` is train.shares, `record` what the checkpoint holds.
+        Raises ConfigError."""
+        rank, size = place
+        asked.check()
+        total = shares or (size if record is None else record.parts // record.each)
+        self.record = asked.record(total, size, record).snapshot()
+        batch_size, workers, each, here = asked.batch_size, asked.own_workers, self.record.each, total // size
+        self._total, self._here, self._device, self._pin = total, here, device, asked.pin_memory
         self._merges = shares is None and here > 1
         if self._merges and batch_size is None:
             raise ConfigError(f"run.stream(...): its batches are made for {total} ranks; resume on {total} ranks")
         size_of_one = None if batch_size is None else batch_size // total
-        self._spec = Spec(source, self.record.parts, size_of_one, shuffle, seed)
-        self._collate: Callable[..., Any] = collate or default_collate if batch_size is not None else _only
+        self._spec = Spec(asked.source, self.record.parts, size_of_one, asked.shuffle, seed)
+        self._collate: Callable[..., Any] = asked.collate or default_collate if batch_size is not None else _only
         self._order = PartOrder(range(rank * here, (rank + 1) * here), each, self.record.taken)
         self._workers = max(n for n in range(1, here * each + 1) if here * each % n == 0 and n <= max(1, workers))
         self._workers = 0 if workers == 0 else self._workers
@@ -471,16 +492,8 @@ class StepStream:
         collate = None if self._merges else self._collate
         parts = _Parts(self._spec, self._order, list(self.record.marks), collate)
         note_ours(parts)
-        loader = DataLoader(
-            parts,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=self._workers,
-            pin_memory=self._pin and self._device.type == "cuda" and not self._merges,
-            worker_init_fn=set_up_worker,
-            generator=torch.Generator().manual_seed(0),
-            multiprocessing_context="fork" if self._workers else None,
-        )
+        pin_memory = self._pin and self._device.type == "cuda" and not self._merges
+        loader = item_loader(parts, None, self._workers, pin_memory, torch.Generator().manual_seed(0))
         with held_back():
             self._loaded = iter(loader)
         while True:
@@ -493,10 +506,6 @@ class StepStream:
             if self._merges:
                 batch = self._collate([sample for samples, _, _ in found for sample in samples])
             yield batch, marks
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def _only(samples: list[Any]) -> Any:
@@ -604,17 +613,7 @@ class Streams:
         self._streams: dict[str, StepStream] = {}
         self._exchanged = 0  # how often
 
-    def make(
-        self,
-        name: str,
-        saved: Mapping[str, Any],
-        source: Any,
-        batch_size: int | None,
-        shuffle: int,
-        collate: Callable[[list[Any]], Any] | None,
-        workers: int,
-        pin_memory: bool,
-    ) -> StepStream:
+    def make(self, name: str, saved: Mapping[str, Any], asked: StreamOptions) -> StepStream:
         """The stream of this name. One that was made before continues where it was; else `saved` has what the
         position says of the run's streams. Raises ConfigError."""
         record = None
@@ -627,19 +626,8 @@ class Streams:
             found = saved[name]
             record = found.snapshot() if isinstance(found, StreamRecord) else StreamRecord.of(found)
         world = self._group.world
-        self._streams[name] = made = StepStream(
-            source,
-            batch_size,
-            shuffle,
-            collate,
-            workers,
-            seed_of("stream", name, self._seed),
-            self._group.device,
-            (world.rank, world.size),
-            self._shares,
-            record,
-            pin_memory,
-        )
+        place, seed = (world.rank, world.size), seed_of("stream", name, self._seed)
+        self._streams[name] = made = StepStream(asked, seed, self._group.device, place, self._shares, record)
         return made
 
     def snapshot(self, before: dict[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,21 @@ from typing import Any
 import numpy
 
 from laststep.config.errors import ConfigError, first_line
-from laststep.data.tokenizer import Tokenizer
-from laststep.data.tokens import FORMAT, INDEX, OFFSETS, PARTS, TOKENIZER, TRAIN, VALIDATION, Part, Source, TokenFolder
+from laststep.data.tokens import (
+    FORMAT,
+    INDEX,
+    OFFSETS,
+    PARTS,
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Part,
+    Source,
+    TokenFolder,
+    Tokenizer,
+)
 from laststep.records.metrics import read_lines
+from laststep.rundir import fsync
 
 JOURNAL = "unfinished.jsonl"
 Advance = Callable[[float], None]  # called with the bytes of text read since the last call
@@ -178,16 +190,10 @@ def _aside(path: Path) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file so that at any moment it is whole or absent, even after a power cut."""
-    with _aside(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    _aside(path).write_bytes(content)
+    fsync(_aside(path))
     _aside(path).replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync(path.parent)
 
 
 FIELD = "text"  # of a JSON object, and the column of a parquet file

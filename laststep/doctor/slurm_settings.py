@@ -14,7 +14,15 @@ from laststep import say
 from laststep.attempt.grace import LAST_MOMENT_S
 from laststep.config.errors import ConfigError, nearest
 from laststep.config.schema import Launch
-from laststep.ranks.slurm import DEFAULT_KILL_WAIT_S, SlurmError, can_expedite, command, parse_records, scontrol
+from laststep.ranks.slurm import (
+    DEFAULT_KILL_WAIT_S,
+    SlurmError,
+    can_expedite,
+    command,
+    parse_config,
+    parse_records,
+    scontrol,
+)
 
 CRED_EXPIRE_S = 120  # Slurm's default
 Fields = Mapping[str, str]
@@ -79,12 +87,6 @@ class SlurmSettings:
         partitions = [partition for partition in self.partitions if partition["PartitionName"] in wanted]
         nodes = [node for node in self.nodes if set(wanted) & set(node.get("Partitions", "").split(","))]
         return SlurmSettings(self.config, partitions, nodes, self.sacct_error)
-
-
-def parse_config(text: str) -> Fields:
-    """Parse `scontrol show config` into name -> value, without the names that are not set."""
-    pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
-    return {name.strip(): value.strip() for name, value in pairs if not value.strip().startswith("(null")}
 
 
 def check_slurm(slurm: SlurmSettings, launch: Launch) -> Iterator[Problem]:

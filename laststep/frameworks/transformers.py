@@ -25,7 +25,7 @@ from laststep import compat
 from laststep.config.errors import ConfigError
 from laststep.frameworks import unusable
 from laststep.frameworks.steps import FrameworkSteps, FrameworkValidation
-from laststep.loops.base_weights import BaseWeights
+from laststep.loops.digest import BaseWeights
 from laststep.loops.registered import unwrapped
 from laststep.loops.run import Run, loop_of
 

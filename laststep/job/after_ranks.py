@@ -29,18 +29,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Literal, NamedTuple
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep import rooms
-from laststep.attempt.grace import comes_back, judge
 from laststep.attempt.predecessor import Predecessor, finish_of
-from laststep.attempt.restart import Follows, Verdict, what_follows
+from laststep.attempt.restart import Follows, Verdict, comes_back, judge, what_follows
 from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
@@ -67,7 +65,7 @@ from laststep.ranks.slurm import (
 from laststep.ranks.slurm import command as slurm_command
 from laststep.ranks.world import World
 from laststep.records import kept_files
-from laststep.records.attempt_record import EndedAttempt, Reason, read_ended_attempts, record_start
+from laststep.records.attempt_record import EndedAttempt, read_ended_attempts, record_start
 from laststep.records.attempts import (
     begin_attempt,
     belongs_to,
@@ -94,137 +92,274 @@ POLL_S = 2.0
 REFUSED = 2
 
 
-def after_ranks(
-    run: RunDir,
-    world: World,
-    launch: Launch,
-    status: int,
-    setup_line: int | None = None,
-    restarts: int = 0,
-    can_restart: bool = False,
-    shares: int | None = None,
-) -> bool:
-    """Returns whether the shell is to start the ranks again. Else requeues the job if its run should continue and
-    nothing else starts the job again. Records a lost attempt.
+class AfterRanks:
+    """A job whose ranks have ended, as its batch shell sees it. `launch` is None if not even the run's configuration
+    can be read on this node; `shares` is the run's train.shares."""
 
-    `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the ranks
-    again `restarts` times in this allocation, and says whether it `can_restart` them once more. `shares` is the run's
-    train.shares. If the disk fails, the job is requeued, see `_requeue_unrecorded`.
-    """
-    try:
-        return _after_ranks(run, world, launch, status, setup_line, restarts, can_restart, shares)
-    except OSError as error:
-        _requeue_unrecorded(run, world, launch, error)
-        return False
+    def __init__(self, run: RunDir, world: World, launch: Launch | None, shares: int | None = None) -> None:
+        self._run, self._world, self._shares = run, world, shares
+        self._launch, self._is_configured = launch or Launch(), launch is not None
+        self._in_chain = CHAIN_VARIABLE in os.environ
 
+    def act(self, status: int, setup_line: int | None = None, restarts: int = 0, can_restart: bool = False) -> bool:
+        """Returns whether the shell is to start the ranks again. Else requeues the job if its run should continue and
+        nothing else starts the job again. Records a lost attempt. If the disk fails, the job is requeued, see
+        `requeue_unrecorded`.
 
-def _after_ranks(
-    run: RunDir,
-    world: World,
-    launch: Launch,
-    status: int,
-    setup_line: int | None,
-    restarts: int,
-    can_restart: bool,
-    shares: int | None,
-) -> bool:
-    # A rank that survived srun does not begin meanwhile.
-    with disk.no_start(run.lock, Predecessor(run, world, disk.LOCK_LOOK_S)) as holder:
-        if _is_anothers(holder, world):
-            say(f"not requeued: another attempt is at work on this run ({holder})")
-            _end_for_good(world, launch)
-            return False
-        look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
-        CheckpointStore(run.checkpoints).look_anew()
-        # By manifests and sizes: to hash a large checkpoint may take longer than this shell lives.
-        kept_step = cache(lambda: newest_step(run, say))
-        failed_start = _why_not_started(run, world, launch, status, setup_line)
-        killed = nodes.where_killed(_newest_log(run, world))
-        ended = ended_attempts(run, kept_step, blamed=killed)
-        of_allocation = [record for record in ended if belongs_to(record, world)]
-        # Each start of the ranks has one record: if there are no more records than earlier starts, the last has none.
-        earlier = restarts + count_in_steps(run.step_restart, world)
-        end = of_allocation[-1] if len(of_allocation) > earlier else None
-        # Then only srun was killed, or the node of rank 0 is cut off.
-        rank_0_lives = holder is not None and _is_of_this_start(holder, world, of_allocation[:earlier])
-        if holder and not rank_0_lives:
-            say(f"{run.lock}: locked by an earlier start of this job ({holder}), which has ended: that does not count")
-        counts = nodes_for(shares, launch)
-        situation = _Situation(ended, end, rank_0_lives, can_restart and not rank_0_lives, failed_start, counts)
-        follows = _continue(run, world, launch, situation, kept_step)
-        if rank_0_lives:  # it records the end itself
-            return False
-        continued_job = None if follows is Follows.END else world.job_id
+        `status` is that of srun, or of the line of launch.setup with this number, from 1. The shell has started the
+        ranks again `restarts` times in this allocation, and says whether it `can_restart` them once more.
+        """
         try:
-            Patience(COUNT_S, say).insist(lambda: record_abandoned_attempts(run, kept_step, continued_job, killed))
-        except OSError as error:  # what follows is decided; the next attempt records it, if there is one
-            say(f"WARNING: how the attempt ended is not recorded: {error}")
-    if follows in (Follows.REQUEUE, Follows.SLURM_REQUEUES) and CHAIN_VARIABLE not in os.environ:
-        nodes.keep_from_bad_nodes(run, world.job_id, launch)
-    if follows is Follows.END:  # else the next attempt reads the checkpoints, and corrects the record
-        _end_for_good(world, launch)
-        decided()  # to read them may take longer than this program may
-        with suppress(OSError):  # the next attempt corrects it
-            correct_lost_attempt(run, lambda: _newest_intact_step(run))
-    return follows is Follows.NEW_STEP
+            follows = self._follow_up(status, setup_line, restarts, can_restart)
+            if follows in (Follows.REQUEUE, Follows.SLURM_REQUEUES) and not self._in_chain:
+                nodes.keep_from_bad_nodes(self._run, self._world.job_id, self._launch)
+        except OSError as error:
+            self.requeue_unrecorded(error)
+            return False
+        if follows is Follows.END:  # else the next attempt reads the checkpoints, and corrects the record
+            self.end_for_good()
+            decided()  # to read them may take longer than this program may
+            with suppress(OSError):  # the next attempt corrects it
+                correct_lost_attempt(self._run, lambda: _newest_intact_step(self._run))
+        return follows is Follows.NEW_STEP
 
+    def _follow_up(self, status: int, setup_line: int | None, restarts: int, can_restart: bool) -> Follows | None:
+        """Decide what follows, and record a lost attempt; None if that is another process's to do."""
+        run, world = self._run, self._world
+        # A rank that survived srun does not begin meanwhile.
+        with disk.no_start(run.lock, Predecessor(run, world, disk.LOCK_LOOK_S)) as holder:
+            if self._is_anothers(holder):
+                say(f"not requeued: another attempt is at work on this run ({holder})")
+                self.end_for_good()
+                return None
+            look_anew(run.path)  # the ranks may have recorded the end, and saved, on other hosts a second ago
+            CheckpointStore(run.checkpoints).look_anew()
+            # By manifests and sizes: to hash a large checkpoint may take longer than this shell lives.
+            self._kept_step = cache(lambda: newest_step(run, say))
+            self._log = self._newest_log()
+            self._failed_start = self._why_not_started(status, setup_line)
+            killed = nodes.where_killed(self._log)
+            self._ended = ended_attempts(run, self._kept_step, blamed=killed)
+            of_allocation = [record for record in self._ended if belongs_to(record, world)]
+            # Each start of the ranks has one record: if there are no more records than earlier starts, the last has
+            # none.
+            earlier = restarts + count_in_steps(run.step_restart, world)
+            end = of_allocation[-1] if len(of_allocation) > earlier else None
+            # Then only srun was killed, or the node of rank 0 is cut off.
+            rank_0_lives = holder is not None and self._is_of_this_start(holder, of_allocation[:earlier])
+            if holder and not rank_0_lives:
+                earlier_start = f"an earlier start of this job ({holder}), which has ended"
+                say(f"{run.lock}: locked by {earlier_start}: that does not count")
+            follows = self._continue(end, rank_0_lives, can_restart and not rank_0_lives)
+            if rank_0_lives:  # it records the end itself
+                return None
+            continued_job = None if follows is Follows.END else world.job_id
+            try:
+                Patience(COUNT_S, say).insist(
+                    lambda: record_abandoned_attempts(run, self._kept_step, continued_job, killed)
+                )
+            except OSError as error:  # what follows is decided; the next attempt records it, if there is one
+                say(f"WARNING: how the attempt ended is not recorded: {error}")
+        return follows
 
-def _is_anothers(holder: str | None, world: World) -> bool:
-    """Whether the lock is held by another job."""
-    return holder is not None and not disk.signed_by_job(holder, world)
+    def _is_anothers(self, holder: str | None) -> bool:
+        """Whether the lock is held by another job."""
+        return holder is not None and not disk.signed_by_job(holder, self._world)
 
+    def _is_of_this_start(self, holder: str, earlier: Sequence[EndedAttempt]) -> bool:
+        """Whether the holder of the lock is an attempt of this start of the ranks: not one of an earlier start of the
+        job, nor one of the `earlier` ones in this allocation. A network file system may keep the lock of a dead node.
+        """
+        of_earlier = any(holder.startswith(f"{record_start(record)}, on ") for record in earlier)
+        return disk.signed_by_start(holder, self._world) and not of_earlier
 
-def _is_of_this_start(holder: str, world: World, earlier: Sequence[EndedAttempt]) -> bool:
-    """Whether the holder of the lock is an attempt of this start of the ranks: not one of an earlier start of the job,
-    nor one of the `earlier` ones in this allocation. A network file system may keep the lock of a dead node."""
-    of_earlier = any(holder.startswith(f"{record_start(record)}, on ") for record in earlier)
-    return disk.signed_by_start(holder, world) and not of_earlier
+    # --- where the disk fails
 
+    def requeue_unrecorded(self, error: OSError) -> None:
+        """The disk has failed with this error before it was decided what follows: requeue the job, unless that is known
+        to be wrong."""
+        say(f"WARNING: the disk fails after the ranks have ended: {error}")
+        if self._in_chain:
+            return say("the next job of the chain continues the run, unless a record forbids it")
+        if why := self._why_not_requeued_unrecorded():
+            say(f"not requeued: {why}")
+            if self._is_configured:
+                self.end_for_good()
+        elif not self._is_configured:
+            nodes.keep_from_this_node(self._world, replace(self._launch, nodes=self._world.nodes))
 
-def _requeue_unrecorded(run: RunDir, world: World, launch: Launch | None, error: OSError) -> None:
-    """The disk has failed with this error before it was decided what follows: requeue the job, unless that is known to
-    be wrong. `launch` is None if not even the run's configuration can be read on this node."""
-    say(f"WARNING: the disk fails after the ranks have ended: {error}")
-    known = launch or Launch()
-    if CHAIN_VARIABLE in os.environ:
-        return say("the next job of the chain continues the run, unless a record forbids it")
-    if why := _why_not_requeued_unrecorded(run, world, known):
-        say(f"not requeued: {why}")
-        if launch is not None:
-            _end_for_good(world, launch)
-    elif launch is None:
-        nodes.keep_from_this_node(world, replace(known, nodes=world.nodes))
-
-
-def _why_not_requeued_unrecorded(run: RunDir, world: World, launch: Launch) -> str:
-    """Requeue the job, or let Slurm do what it has decided; returns why that is wrong, if so."""
-    with suppress(OSError):
-        ended = read_ended_attempts(run.attempts)
-        of_start = [record for record in ended if belongs_to(record, world)]
-        if of_start and recorded(ended, launch).what is Next.END:
-            return f"the attempt ended ({of_start[-1]['reason']})"
-    with suppress(OSError), disk.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
-        if _is_anothers(holder, world):
-            return f"another attempt is at work on this run ({holder})"
-    job = _ask_slurm(world)
-    if job is None:
-        return _no_answer(run)
-    if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
+    def _why_not_requeued_unrecorded(self) -> str:
+        """Requeue the job, or let Slurm do what it has decided; returns why that is wrong, if so."""
+        run, world, launch = self._run, self._world, self._launch
+        with suppress(OSError):
+            ended = read_ended_attempts(run.attempts)
+            of_start = [record for record in ended if belongs_to(record, world)]
+            if of_start and recorded(ended, launch).what is Next.END:
+                return f"the attempt ended ({of_start[-1]['reason']})"
+        with suppress(OSError), disk.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
+            if self._is_anothers(holder):
+                return f"another attempt is at work on this run ({holder})"
+        job = self._ask_slurm()
+        if job is None:
+            return self._no_answer()
+        if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
+            return ""
+        try:
+            noted = note_unrecorded(world.job_id, world.restart, launch.max_failures)
+            count = world.restart + 1 if noted is None else noted
+            if count > launch.max_failures:
+                return (
+                    f"nothing could be recorded of {counted(count, 'start')} of this job in a row "
+                    f"(launch.max_failures={launch.max_failures}); {self._resume()} tries again"
+                )
+            say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
+            self._requeue()
+        except (SlurmError, OSError) as refusal:
+            return str(refusal)
         return ""
-    try:
-        noted = note_unrecorded(world.job_id, world.restart, launch.max_failures)
-        count = world.restart + 1 if noted is None else noted
-        if count > launch.max_failures:
-            resume = command(f"resume {shlex.quote(str(run.path))}")
-            return (
-                f"nothing could be recorded of {counted(count, 'start')} of this job in a row "
-                f"(launch.max_failures={launch.max_failures}); `{resume}` tries again"
-            )
-        say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
-        _requeue(world)
-    except (SlurmError, OSError) as refusal:
-        return str(refusal)
-    return ""
+
+    # --- what follows
+
+    def _continue(self, end: EndedAttempt | None, rank_0_lives: bool, can_restart: bool) -> Follows:
+        """Returns what follows; requeues the job if that is it, unless Slurm does so in any case. `end` is that of the
+        attempt, if it began; one that did not would hardly begin on these nodes."""
+        world = self._world
+        policy = Decision(Next.REQUEUE) if end is None else recorded(self._ended, self._launch)
+        if end is not None and policy.what is Next.END:
+            if end["reason"] in FAILURES:
+                self._say_not_requeued(end, policy.why)
+            elif end["reason"] == "cancelled" and _is_submitted(self._run, world):
+                self._end_as_cancelled()
+            return Follows.END
+        job = self._ask_slurm()
+        if job is None and self._in_chain:
+            say("Slurm does not answer on this node; the next job of the chain continues the run")
+            return Follows.REQUEUE
+        if job is None:
+            say(f"not requeued: {self._no_answer()}")
+            return Follows.END
+        if end is None and not rank_0_lives and not comes_back(job, world.restart):
+            end, has_lost_nodes = self._record_without_ranks(job)
+            # Where no node was lost, the same nodes could hardly start them.
+            can_restart = can_restart and has_lost_nodes and self._launch.chooses_nodes
+            policy = recorded(self._ended, self._launch)
+        follows, why = what_follows(
+            policy,
+            job,
+            world.restart,
+            self._launch,
+            asker_starts=Follows.NEW_STEP if can_restart and end else None,
+            obstacle=lambda: nodes.write_choice(
+                self._run, world, self._launch, nodes_for(self._shares, self._launch), job, self._ended
+            ),
+        )
+        reason = end["reason"] if end else "srun"
+        if follows is Follows.END and why and end is not None:
+            self._say_not_requeued(end, why)
+        elif follows is Follows.NEW_STEP:
+            say(f"restarting the ranks in job {world.job_id}: the attempt ended ({reason}), the run continues")
+        elif follows is Follows.REQUEUE:
+            if why:
+                say(f"no restart in this allocation: {why}")
+            if self._in_chain:
+                say(f"the attempt ended ({reason}); the next job of the chain continues the run")
+                return follows
+            say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
+            try:
+                self._requeue()
+            except SlurmError as error:
+                say(f"not requeued: {error}; {self._resume()} continues the run")
+                return Follows.END
+        return follows
+
+    def _record_without_ranks(self, job: Job) -> tuple[EndedAttempt, bool]:
+        """Record an attempt that ended before it began: a node could not start it, or Python was killed while it
+        started, or it was cancelled. Returns the record, and whether srun has named nodes that are lost."""
+        run, world, launch = self._run, self._world, self._launch
+        asked, lost = nodes.asked_to_stop(self._log), list[str]()
+        now = time.time() + (kill_limits().clock_ahead_s if asked else 0.0)
+        cause = judge(asked or signal.SIGTERM, job, world.restart, launch.signal_delay_s, now)
+        error, step = cause.error, self._kept_step()
+        if cause.reason == "failed":
+            # Slurm has not ended it, so it counts as a failure: else a job that cannot start would be requeued forever.
+            error, lost = self._failed_start, nodes.lost_nodes(self._log)
+        begin_attempt(run, world, step)
+        end = end_attempt(run, world, launch, cause.reason, step, step, error=error, blamed=lost)
+        assert end is not None, "no rank of the run lives that could have recorded it first"
+        self._ended = [*self._ended, end]
+        return end, bool(lost)
+
+    def _resume(self, options: str = "") -> str:
+        """The command that continues the run, quoted."""
+        return f"`{command(f'resume {shlex.quote(str(self._run.path))}{options}')}`"
+
+    def _no_answer(self) -> str:
+        return f"Slurm does not answer on this node; where it does, {self._resume(' --watch')} continues the run"
+
+    def _say_not_requeued(self, end: EndedAttempt, why: str) -> None:
+        say(f"not requeued: the attempt ended ({end['reason']}): {why}; {self._resume()} tries again")
+
+    def _requeue(self) -> None:
+        """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
+        deadline = time.monotonic() + REQUEUE_WAIT_S
+        while True:
+            try:
+                return requeue_job(self._world.job_id)
+            except SlurmError:
+                job = show_job(self._world.job_id)
+                if job is not None and comes_back(job, self._world.restart):
+                    return  # Slurm has done it, and reported an error
+                if job is not None or time.monotonic() > deadline or not has_scontrol():
+                    raise
+            time.sleep(POLL_S)
+
+    def _ask_slurm(self) -> Job | None:
+        """What Slurm says about the job, None if it does not answer for SLURMCTLD_WAIT_S."""
+        deadline = time.monotonic() + SLURMCTLD_WAIT_S
+        while (job := show_job(self._world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
+            time.sleep(POLL_S)
+        return job
+
+    def end_for_good(self) -> None:
+        """The job fails, and is to end. Else Slurm would requeue one with an expedited requeue, and hold it."""
+        if self._launch.slurm.get("requeue") == EXPEDITE:
+            job_id = self._world.job_id
+            try:
+                forbid_requeue(job_id)
+            except SlurmError as error:
+                say(f"Slurm will hold this job in the queue, where `scancel {job_id}` ends it: {error}")
+
+    def _end_as_cancelled(self) -> None:
+        """Have Slurm record the job of a cancelled run as CANCELLED. By its exit status it would be FAILED."""
+        try:
+            if (show_job(self._world.job_id) or {}).get("JobState") != REPLACED:
+                slurm_command("scancel", self._world.job_id)
+        except SlurmError as error:
+            say(f"Slurm records this job as failed, although the run was cancelled: {error}")
+
+    # --- the job's log
+
+    def _why_not_started(self, status: int, setup_line: int | None) -> str:
+        """Why no attempt began, if none did: a line of launch.setup, launch.python, or what the log ends with."""
+        launch = self._launch
+        setup = "\n".join(launch.setup).splitlines()
+        if setup_line is not None and setup_line <= len(setup):
+            return f"line {setup_line} of launch.setup exited with {status}: {setup[setup_line - 1].strip()}"
+        program = shlex.split(launch.python)[0] if launch.python else sys.executable
+        if shutil.which(program) is None:
+            return f"launch.python: {program} not found on {self._world.hosts[0]}"
+        # The last line of this start in the log; one of srun only if there is no other.
+        lines = [line.strip() for line in self._log.splitlines() if line.strip()]
+        words = [line for line in lines if not line.startswith("srun:")] or lines
+        last = f": {words[-1][:300]}" if words else ""
+        return f"srun exited with {status} before the attempt began{last}"
+
+    def _newest_log(self) -> str:
+        """The end of the job's log, below the last line of a rank or of this program."""
+        log = self._run.logs / f"{self._world.job_id}_0_log.out"
+        text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
+        ours = max(text.rfind(mark) for mark in ("[laststep ", "submitit "))
+        return text[ours:].partition("\n")[2] if ours >= 0 else text
 
 
 def decided() -> None:
@@ -232,97 +367,6 @@ def decided() -> None:
     if path := os.environ.get(UNDECIDED):
         with suppress(OSError):
             os.unlink(path)
-
-
-class _Situation(NamedTuple):
-    """What the shell knows when srun has ended."""
-
-    ended: Sequence[EndedAttempt]
-    end: EndedAttempt | None  # of the attempt, if it began; one that did not would hardly begin on these nodes
-    rank_0_lives: bool
-    can_restart: bool  # this shell can start the ranks again
-    failed_start: str  # why the attempt did not begin, if it did not
-    counts: Sequence[int]  # the numbers of nodes that can train, ascending
-
-
-def _continue(
-    run: RunDir, world: World, launch: Launch, situation: _Situation, kept_step: Callable[[], int]
-) -> Follows:
-    """Returns what follows; requeues the job if that is it, unless Slurm does so in any case."""
-    ended, end, rank_0_lives, can_restart, failed_start, counts = situation
-    policy = Decision(Next.REQUEUE) if end is None else recorded(ended, launch)
-    if end is not None and policy.what is Next.END:
-        if end["reason"] in FAILURES:
-            _say_not_requeued(run, end, policy.why)
-        elif end["reason"] == "cancelled" and _is_submitted(run, world):
-            _end_as_cancelled(world)
-        return Follows.END
-    job = _ask_slurm(world)
-    if job is None and CHAIN_VARIABLE in os.environ:
-        say("Slurm does not answer on this node; the next job of the chain continues the run")
-        return Follows.REQUEUE
-    if job is None:
-        say(f"not requeued: {_no_answer(run)}")
-        return Follows.END
-    if end is None and not rank_0_lives and not comes_back(job, world.restart):
-        asked, lost = nodes.asked_to_stop(_newest_log(run, world)), list[str]()
-        now = time.time() + (kill_limits().clock_ahead_s if asked else 0.0)
-        cause = judge(asked or signal.SIGTERM, job, world.restart, launch.signal_delay_s, now)
-        error = cause.error
-        if cause.reason == "failed":
-            # Slurm has not ended it, so it counts as a failure: else a job that cannot start would be requeued forever.
-            error, lost = failed_start, nodes.lost_nodes(_newest_log(run, world))
-        can_restart = can_restart and bool(lost) and launch.chooses_nodes  # the same nodes could hardly start them
-        end = _record_without_ranks(run, world, launch, cause.reason, error, kept_step(), lost)
-        ended = [*ended, end]
-        policy = recorded(ended, launch)
-    starts: Literal[Follows.NEW_STEP] | None = Follows.NEW_STEP if can_restart and end else None
-    follows, why = what_follows(
-        policy,
-        job,
-        world.restart,
-        launch,
-        asker_starts=starts,
-        obstacle=lambda: nodes.write_choice(run, world, launch, counts, job, ended),
-    )
-    reason = end["reason"] if end else "srun"
-    if follows is Follows.END and why and end is not None:
-        _say_not_requeued(run, end, why)
-    elif follows is Follows.NEW_STEP:
-        say(f"restarting the ranks in job {world.job_id}: the attempt ended ({reason}), the run continues")
-    elif follows is Follows.REQUEUE:
-        if why:
-            say(f"no restart in this allocation: {why}")
-        if CHAIN_VARIABLE in os.environ:
-            say(f"the attempt ended ({reason}); the next job of the chain continues the run")
-            return follows
-        say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
-        try:
-            _requeue(world)
-        except SlurmError as error:
-            say(f"not requeued: {error}; `{command(f'resume {shlex.quote(str(run.path))}')}` continues the run")
-            return Follows.END
-    return follows
-
-
-def _no_answer(run: RunDir) -> str:
-    watch = command(f"resume {shlex.quote(str(run.path))} --watch")
-    return f"Slurm does not answer on this node; where it does, `{watch}` continues the run"
-
-
-def _requeue(world: World) -> None:
-    """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
-    deadline = time.monotonic() + REQUEUE_WAIT_S
-    while True:
-        try:
-            return requeue_job(world.job_id)
-        except SlurmError:
-            job = show_job(world.job_id)
-            if job is not None and comes_back(job, world.restart):
-                return  # Slurm has done it, and reported an error
-            if job is not None or time.monotonic() > deadline or not has_scontrol():
-                raise
-        time.sleep(POLL_S)
 
 
 def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
@@ -348,80 +392,6 @@ def starts_again_here(run: RunDir, world: World, launch: Launch) -> bool:
         return False
     say(f"restarting the ranks in job {world.job_id}: the attempt ended ({ended[-1]['reason']}), the run continues")
     return True
-
-
-def _ask_slurm(world: World) -> Job | None:
-    """What Slurm says about the job, None if it does not answer for SLURMCTLD_WAIT_S."""
-    deadline = time.monotonic() + SLURMCTLD_WAIT_S
-    while (job := show_job(world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
-        time.sleep(POLL_S)
-    return job
-
-
-def _end_for_good(world: World, launch: Launch) -> None:
-    """The job fails, and is to end: without this, Slurm would requeue one with an expedited requeue, and hold it."""
-    if launch.slurm.get("requeue") == EXPEDITE:
-        try:
-            forbid_requeue(world.job_id)
-        except SlurmError as error:
-            say(f"Slurm will hold this job in the queue, where `scancel {world.job_id}` ends it: {error}")
-
-
-def _end_as_cancelled(world: World) -> None:
-    """Have Slurm record the job of a cancelled run as CANCELLED. By its exit status it would be FAILED."""
-    try:
-        if (show_job(world.job_id) or {}).get("JobState") != REPLACED:
-            slurm_command("scancel", world.job_id)
-    except SlurmError as error:
-        say(f"Slurm records this job as failed, although the run was cancelled: {error}")
-
-
-def _why_not_started(run: RunDir, world: World, launch: Launch, status: int, setup_line: int | None) -> str:
-    """Why no attempt began, if none did: a line of launch.setup, launch.python, or what the log ends with."""
-    setup = "\n".join(launch.setup).splitlines()
-    if setup_line is not None and setup_line <= len(setup):
-        return f"line {setup_line} of launch.setup exited with {status}: {setup[setup_line - 1].strip()}"
-    program = shlex.split(launch.python)[0] if launch.python else sys.executable
-    if shutil.which(program) is None:
-        return f"launch.python: {program} not found on {world.hosts[0]}"
-    return f"srun exited with {status} before the attempt began{_last_words(run, world)}"
-
-
-def _last_words(run: RunDir, world: World) -> str:
-    """The last line of this start in the job's log, and only if there is no other one of srun."""
-    lines = [line.strip() for line in _newest_log(run, world).splitlines() if line.strip()]
-    words = [line for line in lines if not line.startswith("srun:")] or lines
-    return f": {words[-1][:300]}" if words else ""
-
-
-def _newest_log(run: RunDir, world: World) -> str:
-    """The end of the job's log, below the last line of a rank or of this program."""
-    log = run.logs / f"{world.job_id}_0_log.out"
-    text = log.read_text(errors="replace")[-10_000:] if log.exists() else ""
-    ours = max(text.rfind(mark) for mark in ("[laststep ", "submitit "))
-    return text[ours:].partition("\n")[2] if ours >= 0 else text
-
-
-def _record_without_ranks(
-    run: RunDir,
-    world: World,
-    launch: Launch,
-    reason: Reason,
-    error: str | None,
-    kept_step: int,
-    blamed: Sequence[str] = (),
-) -> EndedAttempt:
-    """Record an attempt that ended before it began: a node could not start it, or Python was killed while it started,
-    or it was cancelled."""
-    begin_attempt(run, world, kept_step)
-    end = end_attempt(run, world, launch, reason, kept_step, kept_step, error=error, blamed=blamed)
-    assert end is not None, "no rank of the run lives that could have recorded it first"
-    return end
-
-
-def _say_not_requeued(run: RunDir, end: EndedAttempt, why: str) -> None:
-    resume = command(f"resume {shlex.quote(str(run.path))}")
-    say(f"not requeued: the attempt ended ({end['reason']}): {why}; `{resume}` tries again")
 
 
 def _newest_intact_step(run: RunDir) -> int:
@@ -454,39 +424,39 @@ def trainer_of_job(run: RunDir, world: World) -> Trainer:
 
 
 def main(folder: str, status: int, setup_line: int | None = None) -> int:
-    """Call `after_ranks` for the run that this job trains; returns 0 for a restart, else `status`, with which the job
-    ends."""
+    """Act for the run that this job trains; returns 0 for a restart, else `status`, with which the job ends."""
     for number in STOP_SIGNALS:  # the requeue itself sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for any launcher: look at the job as its batch shell does
-    run, world, launch, trainer = RunDir(folder), None, None, None
+    run, world, launch = RunDir(folder), None, None
     try:
         world = replace(detect_world(), step_id=None)  # of the job, even where this shell is a step of it
         if _is_deleted(run):
             return status
-        if status == REFUSED and not _is_submitted(run, world):
+        is_submitted = _is_submitted(run, world)
+        if status == REFUSED and not is_submitted:
             return status
         trainer = trainer_of_job(run, world)
-        launch = trainer.config.launch
-        if finish_of(trainer.run, trainer.config):
-            _end_for_good(world, trainer.config.launch)
+        run, launch = trainer.run, trainer.config.launch
+        if finish_of(run, trainer.config):
+            AfterRanks(run, world, launch).end_for_good()
             return status
         restarts = restarts_in_place(os.environ)
         can_restart = restarts is not None and SIGNALLED not in os.environ
-        if not _is_submitted(run, world):
+        if not is_submitted:
             launch = replace(launch, nodes=world.nodes, spare_nodes=0)  # the user's own script starts the ranks
-        shares = trainer.config.train.shares
-        if after_ranks(trainer.run, world, launch, status, setup_line, restarts or 0, can_restart, shares):
+        job = AfterRanks(run, world, launch, trainer.config.train.shares)
+        if job.act(status, setup_line, restarts or 0, can_restart):
             return 0
     except OSError as error:
         assert world is not None, "the environment is not on a disk"
-        _requeue_unrecorded(run, world, launch, error)
+        AfterRanks(run, world, launch).requeue_unrecorded(error)
     except Exception as error:  # one line in the log must say so
         say(f"not requeued: {type(error).__name__}: {error}")
     finally:
         decided()
     with suppress(OSError):
-        rooms.look_on(run if trainer is None else trainer.run)
+        rooms.look_on(run)
     return status
 
 

@@ -46,7 +46,6 @@ from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
 from laststep.attempt.ending import wake_supervisor
-from laststep.attempt.grace import SHELL_KILLED, ending
 from laststep.attempt.predecessor import finish_of
 from laststep.attempt.rescue import (
     exit_status,
@@ -57,19 +56,20 @@ from laststep.attempt.rescue import (
     make_folder,
     silent_file,
 )
-from laststep.compat.compiler import compile_each_shape
+from laststep.attempt.restart import SHELL_KILLED, ending
+from laststep.compat import compile_each_shape
 from laststep.config.config import Config
 from laststep.config.schema import COMMAND
-from laststep.job.after_ranks import after_ranks, starts_again_here
-from laststep.observe.progress import StartupTimer
+from laststep.job.after_ranks import AfterRanks, starts_again_here
 from laststep.ranks.disk import FreshView, look_anew, polling_round_s
 from laststep.ranks.launchers import STEP_RESTARTS, detect_world, restarts_in_place
-from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal
+from laststep.ranks.process import STOP_SIGNALS, die_with_parent, end_descendants, keep_orphans, next_signal, stat_of
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import EndedAttempt
 from laststep.records.attempts import find_record, read_answer, write_answer
+from laststep.records.progress import StartupTimer
 from laststep.records.retry import FAILURES
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 from laststep.runs import run_config
 from laststep.runs.unanswered import complete_in_job
 from laststep.say import flush_output, say
@@ -254,7 +254,7 @@ class Supervisor:
 
         def say_gone() -> None:
             make_folder(folder)
-            _write(gone_file(folder, self._world.rank), str(status))
+            write_whole(gone_file(folder, self._world.rank), str(status))
 
         self._persist(say_gone)
         seen: tuple[int, ...] = ()
@@ -325,7 +325,7 @@ class Supervisor:
             return
         if self._hung or (self._ends and ending(signal.SIGTERM, self._world, 0).error == SHELL_KILLED):
             job = replace(self._world, step_id=None)
-            after_ranks(self._run, job, self._config.launch, status=1, restarts=restarts_in_place(os.environ) or 0)
+            AfterRanks(self._run, job, self._config.launch).act(1, restarts=restarts_in_place(os.environ) or 0)
 
     def _persist(self, act: Callable[[], T]) -> tuple[T, ...]:
         """What `act` returns, as the only item. While the disk refuses it is tried again, for DISK_S unless the step
@@ -367,13 +367,6 @@ class Supervisor:
             found = next_signal(HELD, 0)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a small file, at once for any reader."""
-    temporary = aside(path)
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _begin_rank() -> None:
     """Make this process, which was just forked, a rank."""
     die_with_parent(signal.SIGKILL)
@@ -384,10 +377,8 @@ def _begin_rank() -> None:
 
 def _state(rank: int) -> tuple[str, bool]:
     """The state of a process by one letter, see man 5 proc, and whether it is being torn down."""
-    with suppress(OSError):
-        state, *_, flags = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[:7]
-        return state, bool(int(flags) & PF_EXITING)
-    return "X", True
+    stat = stat_of(rank)
+    return (stat[0], bool(int(stat[6]) & PF_EXITING)) if stat else ("X", True)
 
 
 def _failed(status: int) -> bool:
@@ -409,29 +400,27 @@ def _end_as(status: int) -> NoReturn:
 
 def supervise_local(folder: str) -> None:
     """Be the supervisor of a rank of `--local`; returns in each process that is to be the rank. `folder`: the run's."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
     run = RunDir(folder)
-    try:
-        supervisor = Supervisor(run, run_config.load(run, warn=lambda _: None))
-    except Exception:  # the rank meets the same error, and says so
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    else:
-        supervisor.run()
+    die_with_parent(signal.SIGTERM)  # a killed launcher must not leave its ranks training unseen
+    _supervise(lambda: Supervisor(run, run_config.load(run, warn=lambda _: None)))
 
 
 def main(words: Sequence[str]) -> None:
     """Be the rank's supervisor, and in each process that it forks the rank."""
+    _supervise(lambda: Supervisor.of_job(words[-1]))
+    sys.argv = list(words[words.index("-m") + 1 :])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _supervise(make: Callable[[], Supervisor]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
-        supervisor = Supervisor.of_job(words[-1])
+        supervisor = make()
     except Exception:  # the rank meets the same error, and says so
         os.environ.pop(STEP_RESTARTS, None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     else:
         supervisor.run()
-    sys.argv = list(words[words.index("-m") + 1 :])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

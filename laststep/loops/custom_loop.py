@@ -44,16 +44,17 @@ from laststep.data.order import (
 )
 from laststep.data.streams import StepStream, Streams
 from laststep.loops import loop_rules
+from laststep.loops.digest import FingerprintedState, difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
-from laststep.loops.foreign_start import start_from
 from laststep.loops.gradients import rehearse
+from laststep.loops.initial_weights import apply_plan, plan_for
 from laststep.loops.loop_rules import Modes, StepChecks
 from laststep.loops.measured import LoggedValues, as_numbers, finite
-from laststep.loops.registered import FingerprintedState, Registered, State, difference_between_ranks, unwrapped
+from laststep.loops.registered import Registered, State, unwrapped
 from laststep.loops.shares import CustomShares
 from laststep.loops.snapshot import HostSnapshot
+from laststep.ranks.beside import signpost
 from laststep.ranks.group import Group
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import ShardPlace
 from laststep.records.media import keep, without_media
 from laststep.say import counted
@@ -138,7 +139,7 @@ class CustomLoop(Loop):
         self.phase = Phase.SETUP
         self._logged = LoggedValues(self.group, Ranking.parse(self.config.checkpoint.best_by).metric)
         self._validations: dict[int, dict[str, Any]] = {}  # lines of validations within a step, by that step (from 1)
-        self._state = CustomState(self.group, self._logged.row, self.engine.ring.update, self.engine.watch.advance)
+        self._state = CustomState(self.group, self.engine.ring.update, self.engine.watch.advance)
         self.generators = OwnGenerators()
         self.shares = CustomShares(self.config, self.group, self._logged, self.generators.seed)
         self._samples = 0  # of the open step, over all ranks
@@ -168,7 +169,8 @@ class CustomLoop(Loop):
             raise self._misuse("run.restore(...) or run.checkpoint(...) twice; register everything at once")
         self.engine.startup.done("data and model")
         self.engine.watch.enter("restoring")
-        registered = self._state.register(objects, opaque=framework is not None)
+        registered = Registered(objects, self.group, self._logged.row, opaque=framework is not None)
+        self._state.registered = registered
         self._hold_shard(registered.place)
         self._too_early.remove()
         self._move(Event.RESTORE)
@@ -432,13 +434,12 @@ class CustomLoop(Loop):
     def _begin_steps(self, drawn: MicroBatches, count: int | None) -> int:
         """Begin, or continue, the steps of the function's epoch; returns how many the epoch has."""
         position, loader = self.engine.position, drawn.loader
-        registered = self._state.registered is not None
-        if problem := loop_rules.of_steps(loader, registered, drawn.each, self.shares.total):
+        if problem := loop_rules.of_steps(loader, self.phase is not Phase.SETUP, drawn.each, self.shares.total):
             raise self._misuse(problem)
         if self.phase in IN_BODY and self._function_epoch == position.epoch:
             raise self._misuse(loop_rules.TWICE)
         self.end_steps()
-        self._state.exchange_own()
+        self._state.registered.exchange_own()
         self._state.snapshot()
         if self.phase is Phase.AFTER_STEPS:
             if self._function_epoch == position.epoch:
@@ -503,17 +504,16 @@ class CustomLoop(Loop):
                 self.engine.progress.say(loop_rules.UPDATE_BEFORE_STEPS)
             return
         registered = self._state.registered
-        assert registered is not None
         if self.micro_batch < self.last_micro_batch and self.phase in IN_BODY:
             number, total = self.micro_batch + 1, self.last_micro_batch + 1
             raise self._misuse(loop_rules.UPDATE_WITHIN.format(number, total, self._drawn.each))
         self.shares.check_complete()
-        if self.phase not in IN_UPDATE:
+        if begins := self.phase not in IN_UPDATE:
             self._logged.average_micro_batches()
-        if self.phase not in IN_UPDATE and registered.optimizers:
-            self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
+            if registered.optimizers:
+                self._logged.log_learning_rate(registered.optimizers[0].param_groups[0]["lr"])
         registered.sync_buffers()  # before the update begins: it waits for ranks that may be dead
-        if self.phase not in IN_UPDATE:
+        if begins:
             registered.exchange_own()  # likewise
             self._modes.update_begins(registered.modules)
             self.engine.begin_update()
@@ -525,7 +525,6 @@ class CustomLoop(Loop):
     def _end_step(self, ends_epoch: bool) -> None:
         """Close the open step."""
         registered = self._state.registered
-        assert registered is not None and self.phase in STEP_OPEN
         if self.phase not in IN_UPDATE:  # for example, a gradient scaler has skipped the update
             self._checks.no_update(self.engine.position.step)
             self._before_update()
@@ -575,7 +574,6 @@ class CustomLoop(Loop):
 
     def _end_epoch(self, include_open: bool) -> None:
         values, position = self._logged.epoch_values(include_open), self.engine.position
-        assert self._state.registered is not None
         self._state.registered.meet()
         self.engine.end_epoch({"epoch": position.epoch + 1, "step": position.step, **values})
         if position.epoch == 1:
@@ -653,8 +651,8 @@ class CustomLoop(Loop):
         objects = registered.objects.items()
         modules = {name: unwrapped(each) for name, each in objects if isinstance(each, nn.Module)}
         optimizers = {name: each for name, each in objects if isinstance(each, Optimizer)}
-        say = self.engine.progress.say
-        start_from(source, modules, optimizers, self.group, self.run_dir.initial_weights, say)
+        record, say = self.run_dir.initial_weights, self.engine.progress.say
+        apply_plan(plan_for(source, modules, optimizers, self.group, record, say), modules, optimizers, self.group)
         registered.snapshot()
 
     def _hold_shard(self, place: ShardPlace) -> None:
@@ -678,47 +676,35 @@ class CustomState:
     everything that follows them in the epoch is done: a resumed run does all of that again.
     """
 
+    registered: Registered  # once the function has registered its objects
+
     def __init__(
-        self,
-        group: Group,
-        row: Tensor,
-        update: Callable[[], AbstractContextManager[None]],
-        advance: Callable[[], None],
+        self, group: Group, update: Callable[[], AbstractContextManager[None]], advance: Callable[[], None]
     ) -> None:
-        """`row` is broadcast with the buffers, see `Registered`. The state changes within `update`, see `Ring`;
-        `advance` is called while a checkpoint is loaded."""
-        self._group = group
-        self._row = row
-        self._update = update
-        self._advance = advance
+        """The state changes within `update`, see `Ring`; `advance` is called while a checkpoint is loaded."""
+        self._group, self._update, self._advance = group, update, advance
         self.checkpoint: SharedCheckpoint | None = None  # until the first step
-        self.registered: Registered | None = None
         self._after_steps: FingerprintedState | None = None  # at the end of the epoch's steps
         self._at_break: FingerprintedState | None = None  # the same, where a break has ended them
-
-    def register(self, objects: Mapping[str, Any], opaque: bool) -> Registered:
-        """Hold the state of these objects from now on; `opaque`: a framework holds the rest. Raises ConfigError."""
-        self.registered = Registered(objects, self._group, self._row, opaque)
-        return self.registered
 
     def restore(self) -> None:
         """Load the checkpoint into the registered objects, if there is one. A collective. Raises ConfigError."""
         if self.checkpoint is not None:
-            self._known().restore(self.checkpoint, self._advance, last=False)
+            self.registered.restore(self.checkpoint, self._advance, last=False)
 
     def restore_for_first_step(self) -> None:
         """Load the checkpoint again: it already holds every change that the function makes before its first step. A
         collective."""
         if self.checkpoint is not None:
             with self._update():
-                self._known().restore(self.checkpoint, self._advance, last=True)
+                self.registered.restore(self.checkpoint, self._advance, last=True)
             self.checkpoint = None
 
     def current(self) -> State:
         """The state for a checkpoint. References."""
         if self._after_steps is not None:
             return self._after_steps.state
-        return {} if self.registered is None else self.registered.state()
+        return self.registered.state() if hasattr(self, "registered") else {}
 
     @property
     def steps_over(self) -> bool:
@@ -732,27 +718,23 @@ class CustomState:
     def unchanged_everywhere(self) -> bool:
         """The same, on every rank: of a sharded state, what has changed may be another rank's rows. A collective."""
         unchanged = self.unchanged()
-        if self._known().place.shards == 1:
+        if self.registered.place.shards == 1:
             return unchanged
         return all(map(bool, self._group.gather(torch.tensor(unchanged, device=self._group.device))))
 
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`."""
-        return self._after_steps or self._known().hold(on_host)
+        return self._after_steps or self.registered.hold(on_host)
 
     def snapshot(self) -> None:
         """Take over what the function has changed since the last epoch's steps."""
         with self._update():
-            self._known().snapshot()
-
-    def exchange_own(self) -> None:
-        """Let every rank know what the others have as their own. A collective."""
-        self._known().exchange_own()
+            self.registered.snapshot()
 
     def sync(self) -> None:
         """Make the state the same on every rank, for a save between two steps: a forward pass after the update has made
         the buffers differ. A collective."""
-        if self.registered is not None and self._after_steps is None:
+        if hasattr(self, "registered") and self._after_steps is None:
             self.registered.sync_buffers()
             self.registered.exchange_own()
             with self._update():
@@ -761,24 +743,20 @@ class CustomState:
 
     def break_off(self) -> None:
         """A break has left the loop over steps after the update of a step: hold the state as it is now."""
-        self._known().snapshot()
-        self._at_break = FingerprintedState(self._known().state())
+        self.registered.snapshot()
+        self._at_break = FingerprintedState(self.registered.state())
 
     def end_steps(self) -> None:
         """The epoch has no more steps: hold the state that they have left. A collective, except after `break_off`."""
         if self._at_break is None:
             self.sync()
         with self._update():
-            self._after_steps = self._at_break or FingerprintedState(self._known().state())
+            self._after_steps = self._at_break or FingerprintedState(self.registered.state())
             self._at_break = None
 
     def end_epoch(self) -> None:
         """What follows the steps is done too: the state of the registered objects counts again."""
         self._after_steps = None
-
-    def _known(self) -> Registered:
-        assert self.registered is not None
-        return self.registered
 
 
 @dataclass(frozen=True)
@@ -854,12 +832,8 @@ class UserLoaders:
             list(loop_rules.within(dataset, set()))
         world = self._group.world
         loader = StepLoader(loading, dataset, order, world.rank, world.size, self._shares)
-        self.add(loader)
-        return loader
-
-    def add(self, loader: StepLoader) -> None:
-        """Remember a loader that run.loader(...) made."""
         self._loaders.append(loader)
+        return loader
 
     def another(self, loader: StepLoader, seed: int) -> StepLoader:
         """A loader of the same samples in an order of its own, for run.batches(...). A collective. Raises
@@ -867,7 +841,7 @@ class UserLoaders:
         self._side_loaders += 1
         own = loader.reseeded(seed_of("batches", seed, self._side_loaders))
         self.check_order(own)
-        self.add(own)
+        self._loaders.append(own)
         return own
 
     def check_order(self, loader: StepLoader) -> None:

@@ -36,7 +36,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,19 +57,18 @@ from laststep.loops import digest
 from laststep.loops.digest import StateDigest
 from laststep.loops.measured import Measured, Readback
 from laststep.loops.snapshot import MOST_COPIED, Copies, HostSnapshot, Ring, StepSnapshot, open_link
-from laststep.observe.progress import Progress, StartupTimer
-from laststep.observe.tensorboard_writer import TensorBoard
 from laststep.optim.build import SORTED
-from laststep.ranks import nccl
+from laststep.ranks.beside import signpost
 from laststep.ranks.device import changed_numerics, describe_numerics, open_queue
 from laststep.ranks.disk import Patience
 from laststep.ranks.group import Group
-from laststep.ranks.signpost import signpost
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
 from laststep.ranks.world import Gathered, Moment, ShardPlace
 from laststep.records.metrics import DIGEST, MetricsFile
 from laststep.records.probes import ProbePlan
+from laststep.records.progress import Progress, StartupTimer
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from laststep.say import say
 
@@ -196,7 +194,7 @@ class Engine:
     def _open_ring(self, device: torch.device) -> None:
         """What a rescue reads."""
         self.queue = open_queue(device)
-        self.ring = Ring(self.queue, self._hold_step)
+        self.ring = Ring(self.queue, lambda: StepSnapshot(copy.copy(self._position), self.loop.hold()))
         self.records_lock = threading.Lock()
         self._records_locked = False  # by a rescue
         self._position = Position()
@@ -239,7 +237,10 @@ class Engine:
         the training set, where the configuration alone says in which order they are used."""
         self.progress.total_steps = total_steps
         if self.rank == 0:
-            _write_plan(self._plan, total_steps, batch_size, samples)
+            plan = {"total_steps": total_steps, "batch_size": batch_size}
+            plan |= {} if samples is None else {"samples": samples}
+            with contextlib.suppress(OSError):  # `status` then shows less
+                self._plan.write_text(json.dumps(plan) + "\n")
 
     def hold_shard(self, place: ShardPlace) -> None:
         """From now on this rank holds, and saves, this shard of the state."""
@@ -298,11 +299,9 @@ class Engine:
     def check_given(self, given: GivenKeys, among: Collection[str] = ("",)) -> None:
         """Raise ConfigError on every rank for a key, in the sections `among`, that the user has set and that rank 0 has
         not read: it reads what the others do, and what it logs. A collective."""
-        problem = nccl.to_tensor(str(given.problem(among) or ""), 1000).to(self.group.device)
-        self.group.broadcast([problem])
-        if text := nccl.from_tensor(problem):
+        if problem := self.group.broadcast_bytes(str(given.problem(among) or "").encode()).decode():
             self.spoil()  # no rescue saves what has hardly begun
-            raise ConfigError(text)
+            raise ConfigError(problem)
 
     # The loop, in each step
 
@@ -420,10 +419,8 @@ class Engine:
         step = self._position.step
         if copies.is_due(step):
             with self.ring.waiting():
-                state, measured = (
-                    {"position": asdict(self._position), **self.loop.state()},
-                    self.readback.read_now(step),
-                )
+                state = {"position": asdict(self._position), **self.loop.state()}
+                measured = self.readback.read_now(step)
             copies.take(copy.copy(self._position), self._checkpoint_info(), state, measured)
             copies.pace(step)
         if copies.is_due(step + 1):
@@ -588,11 +585,11 @@ class Engine:
 
     def _held_copies(self, copies: Copies) -> list[SavableCopy]:
         """What can be saved of the frozen copies: nothing after a step that was not finite."""
-        own = copies.own() if self.restored else []
-        kept = copies.kept() if self.restored else []
+        if not self.restored:
+            return []
         return [
-            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in own),
-            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in kept),
+            *(SavableCopy(copy.position.moment, self.place.shard, len(copy.data), True) for copy in copies.own()),
+            *(SavableCopy(copy.moment, copies.kept_shard, len(copy.data), False) for copy in copies.kept()),
         ]
 
     def _lock_records(self, timeout_s: float) -> bool:
@@ -615,9 +612,6 @@ class Engine:
         position.loss_sum, position.loss_samples, position.skipped = now.loss_sum, now.loss_samples, now.skipped
         return position
 
-    def _hold_step(self) -> StepSnapshot:
-        return StepSnapshot(copy.copy(self._position), self.loop.hold())
-
     def _frozen_state(self) -> dict[str, Any]:
         held = self.ring.held
         return {"position": asdict(self.position), **(self.loop.state() if held is None else held.state.state)}
@@ -625,9 +619,3 @@ class Engine:
 
 def _is_due(count: int, every: int | None) -> bool:
     return every is not None and count % every == 0
-
-
-def _write_plan(path: Path, total_steps: int, batch_size: int, samples: int | None) -> None:
-    plan = {"total_steps": total_steps, "batch_size": batch_size, **({} if samples is None else {"samples": samples})}
-    with contextlib.suppress(OSError):  # `status` then shows less
-        path.write_text(json.dumps(plan) + "\n")

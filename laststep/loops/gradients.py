@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laststep import compat
-from laststep.compat import kernels, tree_leaves, tree_map
+from laststep.compat import tree_leaves, tree_map
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
+from laststep.data.order import preserved_generators
 from laststep.loops.shares import AddsShares, ShareSum, shares_of
 from laststep.ranks.group import Group, TreeHook, is_peer_loss
 from laststep.ranks.world import Gathered
@@ -150,14 +149,14 @@ class Replicated(Gradients):
         if isinstance(self.parallel, DistributedDataParallel):
             if self._unused is not None:
                 self._unused.begin()
-            kernels.backward(scaled, self._loss_tap, loss)
+            compat.backward(scaled, self._loss_tap, loss)
             if self.parallel.require_backward_grad_sync:
                 if self._unused is not None:
                     self._unused.complete()
                 if (missing := compat.missing_gradients(self.parallel)) is not None:
                     raise ConfigError(unused(self.parallel, missing, self._task))
         else:  # the same, faster
-            kernels.backward(scaled)
+            compat.backward(scaled)
             self._loss_tap.grad = loss if self._loss_tap.grad is None else self._loss_tap.grad + loss
 
     def meet(self, step: int, scaler: GradScaler, optimizer: Optimizer) -> None:
@@ -419,9 +418,8 @@ def _rehearse(
     """A forward and a backward pass that change nothing but the layout of the buckets."""
     gradients = [parameter.grad for parameter in module.parameters()]
     buffers = [buffer.clone() for buffer in module.buffers()]
-    generators = random.getstate(), numpy.random.get_state()
     syncs, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, True  # off within no_sync()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with preserved_generators(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         args, kwargs = tree_map(_copy, (args, kwargs))
         outputs = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor)]
         differentiable = [output for output in outputs if output.requires_grad]
@@ -429,8 +427,6 @@ def _rehearse(
             raise TypeError("found no tensor that requires a gradient in what the model returned")
         torch.autograd.backward(differentiable, [torch.zeros_like(output) for output in differentiable])
     ddp.require_backward_grad_sync = syncs
-    random.setstate(generators[0])
-    numpy.random.set_state(generators[1])
     with torch.no_grad():
         for buffer, before in zip(module.buffers(), buffers):
             buffer.copy_(before)

@@ -235,11 +235,9 @@ class _Decoder:
             return self._dict(empty, encoded["items"].items(), empty, path)
         if kind in ("set", "frozenset"):
             items = [self.decode(item, None, path) for item in encoded["items"]]
-            return (
-                _refill(live, items)
-                if kind == "set" and type(live) is set
-                else {"set": set}.get(kind, frozenset)(items)
-            )
+            if kind == "frozenset":
+                return frozenset(items)
+            return _refill(live, items) if type(live) is set else set(items)
         if kind == "namedtuple":
             made = _class_of(encoded["class"], live, path, tuple)
             return tuple.__new__(made, self._items(encoded["items"], live, path))
@@ -262,24 +260,8 @@ class _Decoder:
         return value
 
     def _object(self, kind: str, encoded: dict[str, Any], live: Any, path: str) -> Any:
-        number = encoded["number"]
         if kind == "object":
-            made = _class_of(encoded["class"], live, path, object)
-            value = live if type(live) is made else object.__new__(made)
-            self._made[number] = value
-            if "state" in encoded:
-                if value is not live:  # no code of a class that the checkpoint alone names
-                    raise Unstorable(
-                        f"{path}: make this {made.__name__} before run.restore(...), to be restored in place"
-                    )
-                value.__setstate__(self.decode(encoded["state"], None, path))
-                return value
-            for name, item in encoded["attributes"].items():
-                now = getattr(value, name, None) if value is live else None
-                object.__setattr__(value, name, self.decode(item, now, f"{path}.{name}"))
-            for name in set(getattr(value, "__dict__", ())) - encoded["attributes"].keys():
-                object.__delattr__(value, name)
-            return value
+            return self._users_object(encoded, live, path)
         if kind == "stateful":
             if not hasattr(live, "load_state_dict"):
                 raise Unstorable(f"{path}: make this object before run.restore(...), which restores its state")
@@ -292,10 +274,8 @@ class _Decoder:
                 value = live
         elif kind == "deque":
             items = self._items(encoded["items"], live, path)
-            value = (
-                live if type(live) is deque and live.maxlen == encoded["maxlen"] else deque(maxlen=encoded["maxlen"])
-            )
-            _refill(value, items)
+            alike = type(live) is deque and live.maxlen == encoded["maxlen"]
+            value = _refill(live if alike else deque(maxlen=encoded["maxlen"]), items)
         elif kind == "torch.Generator":
             alike = isinstance(live, torch.Generator) and str(live.device) == encoded["device"]
             value = live if alike else torch.Generator(encoded["device"])
@@ -314,7 +294,24 @@ class _Decoder:
             value.bit_generator.state = state
         else:
             raise Unstorable(f"{path}: stored as a {kind!r} by another version of Laststep")
-        self._made[number] = value
+        self._made[encoded["number"]] = value
+        return value
+
+    def _users_object(self, encoded: dict[str, Any], live: Any, path: str) -> Any:
+        """One of a class of the program's."""
+        made = _class_of(encoded["class"], live, path, object)
+        value = live if type(live) is made else object.__new__(made)
+        self._made[encoded["number"]] = value  # first: what it is made of may refer to it
+        if "state" in encoded:
+            if value is not live:  # no code of a class that the checkpoint alone names
+                raise Unstorable(f"{path}: make this {made.__name__} before run.restore(...), to be restored in place")
+            value.__setstate__(self.decode(encoded["state"], None, path))
+            return value
+        for name, item in encoded["attributes"].items():
+            now = getattr(value, name, None) if value is live else None
+            object.__setattr__(value, name, self.decode(item, now, f"{path}.{name}"))
+        for name in set(getattr(value, "__dict__", ())) - encoded["attributes"].keys():
+            object.__delattr__(value, name)
         return value
 
     def _array(self, encoded: dict[str, Any], path: str) -> numpy.ndarray[Any, Any]:
@@ -389,7 +386,7 @@ def _named(name: str, live: Any, path: str) -> Any:
 
 def _class_of(name: str, live: Any, path: str, base: Any) -> Any:
     kind = type(live)
-    if f"{kind.__module__}:{kind.__qualname__}" == name:
+    if _name_of(kind) == name:
         return kind
     if name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         raise Unstorable(

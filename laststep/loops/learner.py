@@ -6,9 +6,8 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from laststep import compat
 from laststep.checkpoint.files import StateChanged
 from laststep.checkpoint.pack import Packed, serialized_structure
-from laststep.checkpoint.shards import local_of, shard_count
-from laststep.compat import compiler, kernels
+from laststep.checkpoint.shards import local_of
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Train
 from laststep.data.loader import for_each_tensor
 from laststep.data.order import Order, nth_seed, seed_generators, seed_of
-from laststep.loops.foreign_start import start_from
+from laststep.loops.digest import FingerprintedState
 from laststep.loops.gradients import Gradients, Replicated, checkpoint_activations, repeated_blocks
-from laststep.loops.registered import FingerprintedState
+from laststep.loops.initial_weights import Plan, apply_plan
 from laststep.loops.shares import shares_of
 from laststep.loops.snapshot import (
     DEVICE_S,
@@ -40,14 +38,12 @@ from laststep.loops.snapshot import (
     Ring,
     StepSnapshot,
     addresses,
-    bytes_of,
-    is_dense,
 )
 from laststep.optim.build import clear_gradients, fill_momentum, load_optimizer, loads_in_place, scheduled, take_made
 from laststep.ranks.device import DeviceQueue
 from laststep.ranks.group import Group
 from laststep.ranks.process import run_time
-from laststep.ranks.world import Gathered, ShardPlace, shard_place, shard_rows
+from laststep.ranks.world import Gathered, ShardPlace, shard_place
 from laststep.say import say
 from laststep.task import Task
 
@@ -70,9 +66,8 @@ class Learner:
         self.names: list[str] = []  # of the values that a training step measures, the loss first; known after warm_up
         # Of those that validation measures, by validation set, once a batch of it has been measured.
         self.measured: dict[str, list[str]] = {}
-        self.keeps_inputs = (
-            False  # whether an update can be done again: its gradients are kept until the device has done it
-        )
+        # Whether an update can be done again: its gradients are kept until the device has done it.
+        self.keeps_inputs = False
         self._ring = ring
 
         seed_generators(seed_of("model", config.seed), self.device)
@@ -96,16 +91,16 @@ class Learner:
         # The range of fp16 is so small that gradients vanish unless the loss is scaled up (Micikevicius et al. 2018).
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
-    def learn(self, step: int, micro_batches: Collection[tuple[Any, int]], samples: int) -> None:
-        """Forward and backward passes of one step, on pairs of a batch and how many of its samples count; `samples` is
-        their sum over all ranks. Each of this rank's shares has as many micro-batches.
+    def learn(self, step: int, batches: Iterable[Any], counts: Sequence[int], samples: int) -> None:
+        """Forward and backward passes of one step, on `batches`, of each of which `counts` says how many samples count;
+        `samples` is the sum over all ranks. Each of this rank's shares has as many of the batches.
 
         All collectives of the step happen here. Nothing that a checkpoint holds changes here: `update` does that.
         """
-        in_order, per_share = iter(micro_batches), len(micro_batches) // len(self.shares)
+        micro_batches, per_share = zip(batches, counts), len(counts) // len(self.shares)
         waits_in_forward, share_sum = self.gradients.waits_in_forward, self.gradients.share_sum
         for share, seed in enumerate(self._seeds):
-            of_share = list(islice(in_order, per_share))  # first, as loading may draw random numbers
+            of_share = list(islice(micro_batches, per_share))  # first, as loading may draw random numbers
             seed_generators(nth_seed(seed, step), self.device)
             if share == 0:
                 self._rates_now = self.rates.at(step)
@@ -148,7 +143,7 @@ class Learner:
         nonfinite = measured["nonfinite"]
         skips = self.config.train.nonfinite == "skip"
         if not (skips and self._skip(nonfinite)):
-            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else kernels.step(self.optimizer)
+            self.scaler.step(self.optimizer) if self.scaler.is_enabled() else compat.step(self.optimizer)
         self.scaler.update()
         clear_gradients(self.optimizer)
         self.buffers.commit(nonfinite if skips else None)
@@ -296,43 +291,12 @@ class Learner:
             has, lacks = ("the checkpoint", "the Task") if "task" in state else ("the Task", "the checkpoint")
             say(f"WARNING: task={self.config.task}: {has} has a state of the Task (state_dict), {lacks} has none")
 
-    def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the model rank 0's `weights`, by the names of its state_dict; what they lack stays as initialised.
-
-        Rank 0 alone reads them, and broadcasts the result: a file that changes meanwhile cannot make ranks differ. A
-        collective.
-        """
-        if self.place.shards > 1:
-            self._take_rows(weights)
-        else:
-            self.model.load_state_dict(weights, strict=False)
-            state = [tensor for tensor in self.model.state_dict().values() if is_dense(tensor)]
-            self.group.broadcast([bytes_of(tensor) for tensor in state])
+    def start_from(self, plan: Plan) -> None:
+        """Begin with what rank 0 plans for "model" and "optimizer"; what that lacks stays as it is. A collective."""
+        apply_plan(plan, {"model": self.model}, {"optimizer": self.optimizer}, self.group)
         self.buffers.snapshot()
         if self.average is not None:
             self.average.module.load_state_dict(self.model.state_dict())
-
-    def start_from_foreign(self, source: str, record: Path, say: Callable[[str], None]) -> None:
-        """Begin with what another tool has saved. A collective. Raises ConfigError."""
-        start_from(source, {"model": self.model}, {"optimizer": self.optimizer}, self.group, record, say)
-        self.buffers.snapshot()
-        if self.average is not None:
-            self.average.module.load_state_dict(self.model.state_dict())
-
-    def _take_rows(self, weights: Mapping[str, Tensor]) -> None:
-        """Give each rank its rows of rank 0's weights, one tensor at a time. A collective."""
-        state, group, place = self.model.state_dict(), self.group, self.place
-        taken = torch.tensor([name in weights for name in state], dtype=torch.uint8, device=group.device)
-        group.broadcast([taken])
-        for (name, tensor), is_taken in zip(state.items(), taken.tolist()):
-            if is_taken:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
-                if name in weights:
-                    whole.copy_(weights[name])
-                group.broadcast([whole])
-                if shard_count(tensor):
-                    whole = whole[slice(*shard_rows(len(whole), place.shard, place.shards))]
-                local_of(tensor).copy_(whole)
 
     def _forward(self, model: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Any]) -> Any:
         """What `step`, the task's own or that of validation, returns for a batch."""
@@ -370,7 +334,7 @@ class LearnerSnapshot:
         self._buffers = learner.buffers.committed
         self._optimizer = OptimizerSnapshot(learner.optimizer, on_host)
         self._addresses = addresses(learner.gradients.in_place)
-        self._inputs = _Inputs(learner) if learner.keeps_inputs else None
+        self._put_back_inputs = _hold_inputs(learner) if learner.keeps_inputs else None
         self._task = learner.task_state.committed
 
     @property
@@ -385,34 +349,31 @@ class LearnerSnapshot:
     def put_back(self) -> bool:
         """Give the host back what it held right before an update, so that `update` can do it once more. False if it
         cannot: then nothing has changed."""
-        if self._inputs is None or self._buffers.elsewhere:  # which the host has changed
+        if self._put_back_inputs is None or self._buffers.elsewhere:  # which the host has changed
             return False
         if not self._optimizer.can_put_back() or not self.unchanged():
             return False
         self._optimizer.put_back()
         self._learner.buffers.committed = self._buffers
         self._learner.task_state.committed = self._task
-        self._inputs.put_back()
+        self._put_back_inputs()
         return True
 
 
-class _Inputs:
-    """What the update of a step needs besides the state, as the host has it right before."""
+def _hold_inputs(learner: Learner) -> Callable[[], None]:
+    """Keep what the update of a step needs besides the state, as the host has it right before. Returns what puts it
+    back."""
+    rates, received, captured = learner._rates_now, learner.buffers.received, learner.task_state.captured
+    average_is_empty = learner.average is not None and learner.average.is_empty
+    put_back_gradients = learner.gradients.hold()
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._rates, self._received = learner._rates_now, learner.buffers.received
-        self._captured = learner.task_state.captured
-        self._average_is_empty = learner.average is not None and learner.average.is_empty
-        self._put_back_gradients = learner.gradients.hold()
-
-    def put_back(self) -> None:
-        learner = self._learner
-        learner._rates_now, learner.buffers.received = self._rates, self._received
-        learner.task_state.captured = self._captured
+    def put_back() -> None:
+        learner._rates_now, learner.buffers.received, learner.task_state.captured = rates, received, captured
         if learner.average is not None:
-            learner.average.is_empty = self._average_is_empty
-        self._put_back_gradients()
+            learner.average.is_empty = average_is_empty
+        put_back_gradients()
+
+    return put_back
 
 
 class TaskState:
@@ -422,17 +383,13 @@ class TaskState:
     def __init__(self, task: Task, name: str, place: ShardPlace) -> None:
         """`name` is the task's, for messages. Raises ConfigError for a state that a checkpoint cannot hold."""
         self._task, self._name = task, name
-        saves, loads = (
-            type(task).state_dict is not Task.state_dict,
-            type(task).load_state_dict is not Task.load_state_dict,
-        )
-        if saves != loads:
+        saves = type(task).state_dict is not Task.state_dict
+        if saves != (type(task).load_state_dict is not Task.load_state_dict):
             there, missing = ("", "load_") if saves else ("load_", "")
             raise ConfigError(f"task={name}: defines {there}state_dict() without {missing}state_dict(); define both")
         self.exists = saves
-        self.committed: Any = (
-            None  # in a checkpoint: the state `now`, and before the end of an epoch that has been `cut`
-        )
+        # In a checkpoint: the state `now`, and before the end of an epoch that has been `cut`.
+        self.committed: Any = None
         self.captured: Any = None
         if not saves:
             return
@@ -564,15 +521,14 @@ def prepare_model(task: Task, config: Config, group: Group, place: ShardPlace) -
         checkpoint_activations(model, train.compile)
     if train.compile:
         if train.cuda_graphs:
-            compiler.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
-        compiler.compile_in_place(model, "reduce-overhead" if train.cuda_graphs else None)
+            compat.compile_whole_under_ddp()  # fewer launches; and each forward pass is one graph, as torch expects
+        compat.compile_in_place(model, "reduce-overhead" if train.cuda_graphs else None)
     return model, average
 
 
 def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tuple[nn.Module, Average | None]:
     """The same; only rank 0 has memory for more than its shards, until the others have got theirs."""
-    from laststep.loops.initial_weights import build
-    from laststep.loops.sharded import shard  # takes a second to import
+    from laststep.loops.sharded import build, shard  # takes a second to import
 
     train, device, seed = config.train, group.device, seed_of("model", config.seed)
     model, values = build(task.model, lambda: seed_generators(seed, device), group.world.rank)
@@ -584,10 +540,10 @@ def _sharded(task: Task, config: Config, group: Group, place: ShardPlace) -> tup
         checkpoint_activations(model, train.compile)
     if train.compile:
         for block in repeated_blocks(model):  # one compiled part would gather all weights at once
-            compiler.compile_in_place(block)
+            compat.compile_in_place(block)
     shard(models, task, config, group, place)
     if values is not None:
-        values.fill(models, place, group)
+        values.fill(models, group)
     if average is not None:
         average.n_averaged = average.n_averaged.to(device)
     return model, average
@@ -619,7 +575,7 @@ def check_gradients(model: nn.Module, task: str) -> None:
 
 def report_cuda_graphs(train: Train, group: Group) -> None:
     """After the warm-up: say if torch has left out CUDA graphs that it should have recorded, which it does silently."""
-    if train.cuda_graphs and group.world.rank == 0 and not compiler.has_cuda_graphs(group.device):
+    if train.cuda_graphs and group.world.rank == 0 and not compat.has_cuda_graphs(group.device):
         say(
             "WARNING: train.cuda_graphs=true: torch has recorded no CUDA graphs of this model, or not of all of it; "
             "with TORCH_LOGS=cudagraphs in the environment it says why"

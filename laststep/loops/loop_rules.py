@@ -27,6 +27,7 @@ from laststep.config.errors import ConfigError
 from laststep.data.loader import StepLoader, StepNumbers, is_ours
 from laststep.data.streams import StepStream
 from laststep.loops.registered import Registered
+from laststep.optim.build import parameters_of
 from laststep.say import command
 
 NEEDED = (
@@ -130,18 +131,12 @@ class StepChecks:
         self._given: dict[int, int] = {}  # the batches that each iteration over a DataLoader had given by then, by id
         self._unregistered: Unregistered | None = None
         self._used: list[weakref.ref[Tensor]] = []  # the inputs of the first iteration
-        self._earlier: dict[
-            int, weakref.ref[Tensor]
-        ] = {}  # the tensors that the first iteration has made and left, by id
+        self._earlier: dict[int, weakref.ref[Tensor]] = {}  # what the first iteration has made and left, by id
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Not a method: a copy of the module has this hook too, and would copy all that a method belongs to."""
-            if (
-                self._iteration < 3
-                and module.training
-                and torch.is_grad_enabled()
-                and not torch.compiler.is_compiling()
-            ):
+            watched = self._iteration < 3 and module.training and torch.is_grad_enabled()
+            if watched and not torch.compiler.is_compiling():
                 self._check_inputs(compat.tree_leaves((args, kwargs)))
 
         self._hooks = [
@@ -291,7 +286,7 @@ class Unregistered:
         if isinstance(each, Optimizer):
             if not compat.takes_hooks(each):  # a wrapper; what is in it was found as well
                 return False
-            updates = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+            updates = {id(parameter) for parameter in parameters_of(each)}
             has_state = any(value is not None for state in each.state.values() for value in state.values())
             return has_state and not updates <= self._updated
         return not isinstance(each, GradScaler) or each.is_enabled()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from laststep.checkpoint.manager import CheckpointManager
 from laststep.config.errors import ConfigError
-from laststep.observe.progress import Progress
 from laststep.ranks.device import start_copy_to_host
 from laststep.ranks.group import Group, tree_sum
+from laststep.records.progress import Progress
 
 COUNTDOWN_S = 1.0  # how often rank 0 announces how far away the next save is
 MAX_NAMES = 32  # of a step's values: ranks broadcast a row with a place for each name, whether it is in use or not
@@ -88,7 +88,8 @@ class Readback:
         if request.has_countdown:
             self._saves.due |= values[-1] == 0
             self._countdown_at = steps_done + int(values[-1])
-        return self._by_step(request.steps, values)
+        remaining, pending = iter(values), self._pending[: request.steps]
+        return [Measured(step, {name: next(remaining) for name in measured}) for step, measured in pending]
 
     def read_now(self, until: int) -> list[Measured]:
         """The values of the pending steps before `until` (from 0). Not a collective.
@@ -113,11 +114,6 @@ class Readback:
         countdown = torch.full((), steps, dtype=torch.float64, device=self._group.device)
         self._group.broadcast([countdown])
         return countdown
-
-    def _by_step(self, steps: int, values: list[float]) -> list[Measured]:
-        remaining = iter(values)
-        pending = self._pending[:steps]
-        return [Measured(step, {name: next(remaining) for name in measured}) for step, measured in pending]
 
 
 class LoggedValues:
@@ -252,15 +248,7 @@ class LoggedValues:
 
 def _from_rank_0(values: dict[str, Any], group: Group) -> dict[str, Any]:
     """Rank 0's values, on every rank. A collective."""
-    if group.world.size == 1:
-        return values
-    text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
-    size = torch.tensor(len(text), device=group.collective_device)
-    group.broadcast([size])
-    received = text if group.world.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-    received = received.to(group.collective_device)
-    group.broadcast([received])
-    found: dict[str, Any] = json.loads(received.cpu().numpy().tobytes())
+    found: dict[str, Any] = json.loads(group.broadcast_bytes(json.dumps(values).encode()))
     return found
 
 

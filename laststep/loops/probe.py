@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.shards import is_distributed
-from laststep.loops.registered import PLAIN, TORCH_TYPES, Registered, digest, digests, leaves_of
+from laststep.loops.digest import PLAIN, digest, digests, leaves_of
+from laststep.loops.registered import TORCH_TYPES, Registered
 from laststep.ranks.stop import Stop
 from laststep.ranks.world import World
 from laststep.records.probes import LEAST_IN_TIME, ProbedStep, ProbeFile, ProbePlan, Strike, Variable

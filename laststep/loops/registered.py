@@ -1,21 +1,18 @@
 """The objects that a training function registered with run.restore(...): a checkpoint holds their state.
 
 In reading order: the objects; what a rescue needs of them; those that differ between ranks; how they are sharded, if
-the function has done that (FSDP2's `fully_shard` has made its parameters DTensors: a checkpoint holds those that are
+the function has done that. FSDP2's `fully_shard` has made its parameters DTensors: a checkpoint holds those that are
 cut by rows over all ranks, in the order of the ranks, over one dimension of a mesh (full), or over the last of two, of
-which the first has the replicas (hybrid)); whether all ranks have the same state; and digests of nested values.
+which the first has the replicas (hybrid).
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,14 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laststep import compat
-from laststep.checkpoint.pack import Packed, is_fixed, map_tensors, serialized_structure, tensors_of
+from laststep.checkpoint.pack import Packed, map_tensors, serialized_structure, tensors_of
 from laststep.checkpoint.restore import SharedCheckpoint
-from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
+from laststep.checkpoint.shards import Like, is_distributed, shard_count
 from laststep.config.errors import ConfigError
-from laststep.loops.base_weights import INTEGERS, MOST_NAMES, BaseWeights
+from laststep.loops.digest import BaseWeights, digest, leaves_of
 from laststep.loops.kinds import Unstorable, changes_in_place, decode, encode
 from laststep.loops.snapshot import Buffers, Committed, HostSnapshot, OptimizerSnapshot, addresses
-from laststep.optim.build import check_order, load_optimizer, loads_in_place, sort_parameters
+from laststep.optim.build import check_order, load_optimizer, loads_in_place, parameters_of, sort_parameters
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 
@@ -65,7 +62,10 @@ class Registered:
         states = {name: _checked_state(name, registered) for name, registered in objects.items()}
         self.place = place_of(states, group)  # which shard of the state this rank holds
         for name, state in states.items():
-            _check_stored(name, state, self.place)
+            try:
+                serialized_structure(Packed(state, self.place).structure)
+            except Exception as error:  # pickle and torch.load raise many kinds
+                raise _unstored(name, error) from error
         if not self.optimizers and not opaque:
             raise ConfigError(
                 "run.restore(): register the optimizer too, as in restore(model=..., optimizer=...); of a wrapper with "
@@ -98,7 +98,7 @@ class Registered:
             name
             for name, registered in self.objects.items()
             if isinstance(registered, Optimizer)
-            and any(p.requires_grad and id(p) not in averaged for p in _parameters(registered))
+            and any(p.requires_grad and id(p) not in averaged for p in parameters_of(registered))
         ]
 
     def sync_buffers(self) -> None:
@@ -151,7 +151,7 @@ class Registered:
 
     def parameters(self) -> list[Tensor]:
         """What the optimizers update."""
-        return [parameter for each in self.optimizers for parameter in _parameters(each)]
+        return [parameter for each in self.optimizers for parameter in parameters_of(each)]
 
     def has_skipped(self) -> bool:
         """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
@@ -196,7 +196,9 @@ class Registered:
                 if isinstance(registered, nn.Module):
                     self._load(unwrapped(registered), state[name])
                 elif isinstance(registered, Optimizer):
-                    load_optimizer(registered, _decoded_groups(state[name]))
+                    saved = state[name]
+                    groups = {"param_groups": decode(saved["param_groups"])} if "param_groups" in saved else {}
+                    load_optimizer(registered, {**saved, **groups})
                 elif isinstance(registered, Own):
                     registered.load(state[name])
                 else:
@@ -286,35 +288,6 @@ class _RegisteredSnapshot:
 
     def unchanged(self) -> bool:
         return self._addresses == self._registered._addresses()
-
-
-class FingerprintedState:
-    """A state held by references to its tensors, with a fingerprint that shows whether they have changed since: on this
-    rank."""
-
-    def __init__(self, state: State) -> None:
-        self._tensors: list[Tensor] = []
-        self.state = map_tensors(state, self._reference)
-        self._versions = self._fingerprint()
-
-    def unchanged(self) -> bool:
-        """Whether every tensor still has the values that it had."""
-        then, now = self._versions, self._fingerprint()
-        return then[0] == now[0] and all(bool((a == b).all()) for a, b in zip(then[1], now[1]))
-
-    def _reference(self, tensor: Tensor) -> Tensor:
-        reference = tensor if is_fixed(tensor) else tensor.detach()
-        self._tensors.append(local_of(reference) if is_distributed(reference) else reference)
-        return reference
-
-    def _fingerprint(self) -> tuple[list[int], list[Tensor]]:
-        """Torch's version counters, and hashes of the values: writes through `.data` count no version. The hashes stay
-        on the device of their tensors, of which there may be several: Adam's `step` is on the CPU."""
-        hashes: dict[torch.device, list[Tensor]] = {}
-        for t in self._tensors:
-            if t.is_floating_point() and t.itemsize > 1 and t.numel():
-                hashes.setdefault(t.device, []).append(torch.hash_tensor(t).view(torch.int64))
-        return [compat.version_of(t) for t in self._tensors], [torch.stack(same) for same in hashes.values()]
 
 
 class Own:
@@ -426,10 +399,6 @@ def _encoded_groups(state: dict[str, Any], name: str) -> dict[str, Any]:
     return state if groups is None else {**state, "param_groups": encode(groups, f"{name}.param_groups")}
 
 
-def _decoded_groups(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "param_groups": decode(state["param_groups"])} if "param_groups" in state else state
-
-
 def _checked_state(name: str, registered: Any) -> Any:
     """The object's state. Raises ConfigError for an object that has none, or none that a checkpoint can hold."""
     if name == "position":
@@ -451,14 +420,6 @@ def _check_changes(call: str, name: str, registered: Any) -> None:
             f"run.{call}({name}=...): a {type(registered).__name__} has no state_dict() and load_state_dict(), "
             "and is no dict: keep it in a dict, and register that"
         )
-
-
-def _check_stored(name: str, state: Any, place: ShardPlace) -> None:
-    """Raise ConfigError for a state that a checkpoint cannot hold."""
-    try:
-        serialized_structure(Packed(state, place).structure)
-    except Exception as error:  # pickle and torch.load raise many kinds
-        raise _unstored(name, error) from error
 
 
 def _unstored(name: str, error: Exception) -> ConfigError:
@@ -519,7 +480,7 @@ def check_sharded(name: str, registered: Any) -> None:
     """Raise ConfigError for a registered object that is sharded in a way of its own."""
     if isinstance(registered, nn.Module) and any(type(part).__name__ == FSDP_1 for part in registered.modules()):
         raise ConfigError(f"run.restore({name}=...): {FSDP_1} is not supported; shard the model by fully_shard (FSDP2)")
-    if not isinstance(registered, Optimizer) or not any(map(is_distributed, _parameters(registered))):
+    if not isinstance(registered, Optimizer) or not any(map(is_distributed, parameters_of(registered))):
         return
     kind = type(registered)
     if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
@@ -538,128 +499,10 @@ def live_state(optimizer: Optimizer) -> dict[str, Any]:
     """An optimiser's state_dict, for a checkpoint to be loaded into. It makes most of its state in its first step;
     until then there is a `Like` for each sharded parameter."""
     state = optimizer.state_dict()
-    likes = {n: Like(each) for n, each in enumerate(_parameters(optimizer)) if shard_count(each)}
+    likes = {n: Like(each) for n, each in enumerate(parameters_of(optimizer)) if shard_count(each)}
     return {**state, "state": {**likes, **state["state"]}} if likes else state
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    groups = getattr(optimizer, "param_groups", [])  # a wrapper that is refused later may have none
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _given(name: str) -> str:
     registered, _, inner = name.partition(".")
     return f"run.restore({registered}=...): {inner}"
-
-
-def difference_between_ranks(state: State, group: Group, shards: int = 1) -> str | None:
-    """Which values of this state differ between ranks; None if they are the same. Each rank holds one of its `shards`.
-    A collective, of 8 bytes per rank; of 16 if there are shards."""
-    leaves, sharded = list(leaves_of(state)), list[tuple[str, Any]]()
-    if shards > 1:
-        sharded = [(name, leaf) for name, leaf in leaves if is_distributed(leaf)]
-        leaves = [(name, leaf) for name, leaf in leaves if not is_distributed(leaf)]
-    parts = [(1, leaves)] if shards == 1 else [(1, leaves), (shards, sharded)]
-    sums = torch.stack(group.gather(torch.cat([_checksum(part, group.device) for _, part in parts])))
-    for of_part, (count, _) in zip(sums.unbind(1), parts):
-        if not bool((of_part.view(-1, count) == of_part[:count]).all()):
-            return _describe_difference(dict(leaves), dict(sharded), group, shards)
-    return None
-
-
-def _describe_difference(leaves: dict[str, Any], sharded: dict[str, Any], group: Group, shards: int) -> str:
-    """Which values of the state differ between ranks. Runs over the store; every rank calls it, once per attempt."""
-    rank, size = group.world.rank, group.world.size
-    own = {name: digest(leaf) for name, leaf in (leaves | sharded).items()}
-    group.store.set(f"state/{rank}", json.dumps(own))
-    found = [json.loads(text) for text in group.store.multi_get([f"state/{each}" for each in range(size)])]
-    names, ranks = list[str](), list[str]()
-    for number, other in enumerate(found):
-        first = found[0] | {name: found[number % shards].get(name) for name in sharded}
-        differing = [name for name in first | other if first.get(name) != other.get(name)]
-        names += [name for name in differing if name not in names]
-        ranks += [str(number)] if differing or list(other) != list(first) else []
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    what = ", ".join(names[:MOST_NAMES]) + more if names else "the order of its names"
-    against = "rank 0" if shards == 1 else "the first replica of the shard"
-    return f"{what} (rank {', '.join(ranks)} against {against})"
-
-
-def _checksum(leaves: list[tuple[str, Any]], device: torch.device) -> Tensor:
-    """A number for these values, on this rank's device: nothing waits for it here."""
-    plain = hashlib.blake2b(digest_size=7)
-    hashes: dict[torch.device, list[Tensor]] = {}  # Adam's `step` may be on the CPU
-    for name, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            leaf = local_of(leaf)
-        if isinstance(leaf, Tensor) and _can_hash(leaf):
-            plain.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-            hashes.setdefault(leaf.device, []).append(_hash(leaf))
-        else:
-            plain.update(f"{name} {digest(leaf)}\n".encode())
-    total = torch.tensor([int.from_bytes(plain.digest(), "little")], device=device)
-    for same in hashes.values():
-        stacked = torch.stack(same)
-        weights = torch.arange(1, 2 * len(same), 2, device=stacked.device)  # else two tensors could change places
-        total += (stacked * weights).sum().to(device)
-    return total
-
-
-def _can_hash(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits, as a scalar on its device. Integers, so that no order of the elements matters. Torch's
-    hash alone, an exclusive or, is 0 for any two equal elements."""
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    bits = tensor.detach().view(INTEGERS[tensor.itemsize])
-    return bits.sum(dtype=torch.int64) + 0x9E3779B97F4A7C1 * torch.hash_tensor(bits).view(torch.int64)
-
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def digest(value: Any) -> str:
-    """16 hexadecimal digits for a value. Of objects other than tensors, arrays, containers and plain values only the
-    type counts."""
-    hashed = hashlib.blake2b(digest_size=8)
-    for name, leaf in leaves_of(value):
-        hashed.update(f"{name}\n{type(leaf).__name__}\n".encode())
-        if isinstance(leaf, Tensor):
-            hashed.update(f"{leaf.dtype} {tuple(leaf.shape)}\n".encode())
-            hashed.update(_bytes_of(leaf))
-        elif isinstance(leaf, numpy.ndarray):
-            hashed.update(f"{leaf.dtype} {leaf.shape}\n".encode())
-            hashed.update(b"" if leaf.dtype.hasobject else leaf.tobytes())
-        elif isinstance(leaf, PLAIN):
-            hashed.update(repr(leaf).encode())
-    return hashed.hexdigest()
-
-
-def digests(state: Any) -> dict[str, str]:
-    """The digest of each tensor and each plain value in a nested state, by its path."""
-    return {name: digest(leaf) for name, leaf in leaves_of(state)}
-
-
-def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values within nested containers, each with its path, such as model.0.weight."""
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = list(enumerate(value))
-    else:
-        yield name, value
-        return
-    for key, item in items:
-        yield from leaves_of(item, f"{name}.{key}" if name else str(key))
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    tensor = local_of(tensor)
-    if tensor.device.type == "meta":
-        return b""
-    if tensor.layout is not torch.strided:
-        return repr(tensor.cpu()).encode()  # without the number of its device
-    values = tensor.cpu().contiguous().reshape(-1)
-    return values.resolve_conj().resolve_neg().view(torch.uint8).numpy().data

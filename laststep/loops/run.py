@@ -16,7 +16,7 @@ from laststep.config.checks import check_no_sharding
 from laststep.config.errors import ConfigError
 from laststep.config.reads import GivenKeys, declared, for_a_function
 from laststep.data.loader import LoaderFactory, StepLoader, StepNumbers
-from laststep.data.streams import StepStream
+from laststep.data.streams import StepStream, StreamOptions
 from laststep.loops.custom_loop import CustomLoop, Framework, Phase
 from laststep.loops.engine import AttemptContext
 from laststep.loops.loop_rules import NEEDED
@@ -168,16 +168,8 @@ class Run:
         the run began; a run resumes on any number of ranks that divides that number. A second stream needs another
         `name`. Raises ConfigError.
         """
-        return self._loop.streams.make(
-            name,
-            self._loop.engine.position.streams,
-            source,
-            batch_size,
-            shuffle,
-            collate_fn,
-            num_workers,
-            pin_memory,
-        )
+        asked = StreamOptions(source, batch_size, shuffle, collate_fn, num_workers, pin_memory)
+        return self._loop.streams.make(name, self._loop.engine.position.streams, asked)
 
     def restore(self, **objects: Any) -> None:
         """Register everything that a checkpoint should hold, and restore it from the newest checkpoint if there is one.

@@ -1,5 +1,10 @@
-"""How the gradients of the ranks meet when each has its shard of the model: FSDP2 gathers weights block by block, and
-leaves each rank the sum of its own part of the gradients."""
+"""A model of which each rank has its shard: FSDP2 gathers weights block by block, and leaves each rank the sum of its
+own part of the gradients.
+
+`Sharded` is how the gradients meet, with `ShardedShareSum` and `ExactSquare` for train.shares; `Rows` is the optimiser
+of a rank's rows; `shard` cuts a model; and `build` makes one of which only rank 0 holds the whole, until each has its
+rows.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +20,21 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from laststep import compat
-from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count
+from laststep.checkpoint.shards import Like, is_distributed, local_of, shard_count, sharded_like
 from laststep.config.checks import NOT_BY_ROWS, NOT_BY_ROWS_WHY
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError, first_line
 from laststep.loops.gradients import Gradients, repeated_blocks
+from laststep.loops.initial_weights import fill
 from laststep.loops.shares import AddsShares, ShareSum, in_order, shares_of, team_of
 from laststep.optim.build import needs_other_rows
 from laststep.ranks.group import BucketSum, Group, make_mesh, replica_group, tree_sum
 from laststep.ranks.world import Gathered, ShardPlace
+from laststep.say import say
 from laststep.task import Task
 
 # In these types the norm of finite gradients is finite, or the gradient is beyond any use.
@@ -61,7 +68,9 @@ class Sharded(Gradients):
         self._exact: ExactSquare | None = None
         self.share_sum: AddsShares = ShareSum([], 1)
         if self._in_shares:
-            self.share_sum = sharded_share_sum(model, config, group, place)
+            rounds, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
+            replicas = replica_group(place) if place.replicas > 1 else None
+            self.share_sum = ShardedShareSum(model, rounds, team, replicas)
             if self._clip_norm is not None:
                 self._exact = ExactSquare(sum(map(len, self._parameters)), group.device)
 
@@ -216,15 +225,6 @@ UNEQUAL = (
 )
 
 
-def sharded_share_sum(model: nn.Module, config: Config, group: Group, place: ShardPlace) -> ShardedShareSum:
-    """Those of a model that `laststep.loops.sharded` has sharded. A collective."""
-    rounds, team = len(shares_of(config.train, group.world)), team_of(config.train, group.world)
-    replicas = None
-    if place.replicas > 1:
-        replicas = replica_group(place)
-    return ShardedShareSum(model, rounds, team, replicas)
-
-
 class ShardedShareSum:
     """The sums of sharded gradients over the shares of `train.shares`, in the tree of `laststep.ranks.group`; the
     counterpart of `ShareSum` under FSDP2.
@@ -286,9 +286,7 @@ class BlockSum:
     def __init__(self, team: int) -> None:
         self._team = team
         self._round, self._ends = 0, True
-        self._calls = (
-            0  # in this round: a block that is used twice may reduce some of its gradients earlier than others
-        )
+        self._calls = 0  # in this round: a block that is used twice may reduce some gradients earlier than others
         self._levels: dict[tuple[int, int], Tensor] = {}  # by call and level, as in PartialSums
 
     def begin(self, number: int, ends: bool) -> None:
@@ -459,7 +457,7 @@ class Rows:
             if isinstance(value, Tensor) and value.dim() and value.shape == rows.shape:
                 known = self._wrapped.get((number, name))
                 if known is None or known[0] is not value:
-                    known = self._wrapped[number, name] = value, _sharded_like(whole, self._rows_in(value, whole))
+                    known = self._wrapped[number, name] = value, sharded_like(whole, self._rows_in(value, whole))
                 marked[name] = known[1]
         return marked
 
@@ -497,12 +495,6 @@ def filled_in_place(rows: Tensor) -> Tensor:
 
 def _filled_length(rows: Tensor) -> int:
     return -(-rows.nbytes // WHOLE_VECTORS) * WHOLE_VECTORS // rows.itemsize
-
-
-def _sharded_like(whole: nn.Parameter, rows: Tensor) -> Tensor:
-    assert isinstance(whole, DTensor)
-    mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
-    return DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _check(optimizer: Optimizer, task: str) -> None:
@@ -614,3 +606,90 @@ def _is_cut(parameter: nn.Parameter, place: ShardPlace) -> bool:
         return shard_count(parameter) == place.shards
     except ValueError:
         return False
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
+
+
+class InitialValues:
+    """The values of a model that has been built without memory: those with which rank 0 has built it, too."""
+
+    def __init__(self, whole: nn.Module | None) -> None:
+        """`whole` is the model with its values, on rank 0."""
+        self._values = [] if whole is None else [tensor.detach() for tensor, _ in _slots([whole])]
+        self._slots: list[tuple[Tensor, list[Slot]]] = []
+
+    def note(self, models: Sequence[nn.Module]) -> None:
+        """`models` are the one without memory and copies of it. Call this before any of them is changed."""
+        self._slots = _slots(models)
+
+    @torch.no_grad()
+    def fill(self, models: Sequence[nn.Module], group: Group) -> None:
+        """Give the models, which have been sharded, memory on the group's device, and their values: tensor by tensor
+        rank 0 sends the whole one, and each rank takes its rows. A collective."""
+        made: dict[int, Tensor] = {}
+        for shape, slots in self._slots:
+            value = torch.empty_like(shape, device=group.collective_device, memory_format=torch.contiguous_format)
+            if self._values:
+                value.copy_(self._values.pop(0))
+            if value.numel():
+                group.broadcast([value.view(-1).view(torch.uint8)])
+            for module, name in slots:
+                before = getattr(module, name)
+                if id(before) not in made:  # a tied parameter has several slots
+                    made[id(before)] = _with_memory(before, group.device)
+                    fill(made[id(before)], value, group)
+                setattr(module, name, made[id(before)])
+        for model in models:
+            model.load_state_dict({}, strict=False)  # has FSDP2 look where its shards are now
+
+
+def build(
+    make: Callable[[], nn.Module], reseed: Callable[[], None], rank: int
+) -> tuple[nn.Module, InitialValues | None]:
+    """The model on the meta device, with its initial values; or with memory, where that cannot be, which is said.
+
+    Rank 0 builds it with memory first, and then all ranks without: a task may keep what it has built last.
+    """
+    whole = None
+    if rank == 0:
+        whole = make()
+        reseed()
+    try:
+        with META, _NumbersOnCPU():
+            model = make()
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            raise RuntimeError("it makes parameters on a device that it names itself")
+        return model, InitialValues(whole)
+    except Exception as error:  # what the model itself raises, it raises again below
+        if rank == 0:
+            why = first_line(error)
+            say(f"WARNING: model() cannot be built shard by shard ({why}); each rank first builds it in host memory")
+    reseed()
+    return make(), None
+
+
+def _slots(models: Sequence[nn.Module]) -> list[tuple[Tensor, list[Slot]]]:
+    """The parameters and buffers of a model, each with the places where it and its copies stand."""
+    found: dict[int, tuple[Tensor, list[Slot]]] = {}
+    for alike in zip(*(model.modules() for model in models)):
+        for name, tensor in (*alike[0].named_parameters(recurse=False), *alike[0].named_buffers(recurse=False)):
+            found.setdefault(id(tensor), (tensor, []))[1].extend((module, name) for module in alike)
+    return list(found.values())
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    memory = torch.empty_like(tensor, device=device)
+    return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+
+
+class _NumbersOnCPU(TorchFunctionMode):
+    """Tensors of given numbers keep them: models read these back as settings of their layers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        empty = bool(args) and isinstance(args[0], list) and not args[0]  # torch asks so for the default device
+        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.linspace) and not empty:
+            kwargs.setdefault("device", CPU)
+        return func(*args, **kwargs)

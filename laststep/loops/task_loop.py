@@ -11,7 +11,7 @@ import collections
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -30,20 +30,19 @@ from laststep.config.errors import ConfigError, NotFinite
 from laststep.config.keep import Ranking
 from laststep.config.reads import FOR_A_TASK, GivenKeys, declared
 from laststep.config.schema import READY_MADE
-from laststep.data.decoded_cache import DecodedCache
 from laststep.data.loader import DeviceLoader, LoaderFactory, TrainBatchKeys, ValidationBatchKeys
 from laststep.data.order import Order
+from laststep.loops.digest import difference_between_ranks
 from laststep.loops.engine import AttemptContext, Engine, Loop
-from laststep.loops.initial_weights import fit, read_initial_weights
+from laststep.loops.initial_weights import PATIENCE_S, Plan, fit, plan_for, read_initial_weights
 from laststep.loops.learner import VAL, LateUpdate, Learner
 from laststep.loops.measured import as_numbers, finite
 from laststep.loops.probe import Probe
-from laststep.loops.registered import difference_between_ranks
 from laststep.loops.shares import in_order, shares_of
 from laststep.loops.snapshot import HostSnapshot
 from laststep.optim.build import check_order, schedule_keys
+from laststep.ranks.beside import signpost
 from laststep.ranks.group import Group, join, tree_sum
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World, hostname
 from laststep.records.plan import check_fingerprint, read_given, write_fingerprint
 from laststep.rundir import RunDir
@@ -130,9 +129,9 @@ class TaskLoop(Loop):
         elif initial is not None:
             self.learner.start_from(initial)
         elif self.config.checkpoint.start_from is not None:
-            self.learner.start_from_foreign(
-                self.config.checkpoint.start_from, self.initial_weights, self.engine.progress.say
-            )
+            objects = {"model": self.learner.model}, {"optimizer": self.learner.optimizer}
+            source, record, say = self.config.checkpoint.start_from, self.initial_weights, self.engine.progress.say
+            self.learner.start_from(plan_for(source, *objects, self.group, record, say))
         self.engine.finish_restore()
         begins = "starting" if checkpoint is None else f"resuming after step {self.engine.position.step}"
         self.engine.progress.say(
@@ -171,16 +170,15 @@ class TaskLoop(Loop):
             position.reopen_epoch(begins_after=position.step - done)
             self.learner.task_state.reopen_epoch()
 
-    def _read_initial_weights(self) -> Mapping[str, Tensor]:
-        """What rank 0 reads as model.weights; nothing on the other ranks. They wait without limit: it may download."""
-        weights: Mapping[str, Tensor] = {}
+    def _read_initial_weights(self) -> Plan:
+        """What rank 0 reads as model.weights. The others wait without limit: it may download."""
+        plan = Plan()
         if self.rank == 0:
-            fitted, lines = read_initial_weights(self.config, self.learner.model, self.initial_weights)
-            weights = fitted.tensors
-            for line in lines:
+            plan = read_initial_weights(self.config, self.learner.model, self.initial_weights)
+            for line in plan.lines:
                 self.engine.progress.say(line)
-        self.group.barrier(timeout_s=24 * 3600)
-        return weights
+        self.group.barrier(PATIENCE_S)
+        return plan
 
     def train(self) -> bool:
         """Train to the end of the run, or to a stop."""
@@ -210,23 +208,25 @@ class TaskLoop(Loop):
         if self.engine.probe is not None:
             batches = self._probed(self.engine.probe, step, batches)
         self.engine.ring.begin_work()
-        began = time.perf_counter()
-        counts = self._keys.counts(step)
-        micro_batches: Collection[tuple[Any, int]]
-        if len(self.learner.shares) == 1:
-            with signpost.doing("waiting for data"):
-                micro_batches = [(next(batches), count) for count in counts]
-            self.engine.progress.add_data_wait(time.perf_counter() - began)
-        else:
-            micro_batches = _LoadedWhenDue(batches, counts, self.engine.progress.add_data_wait)
-        samples = self.order.count(step)
+        counts, samples = self._keys.counts(step), self.order.count(step)
+        loaded = self._loaded(batches, len(counts))
         if left_out := self._is_left_out(step):
-            collections.deque(micro_batches, maxlen=0)
+            collections.deque(loaded, maxlen=0)
         else:
-            self.learner.learn(step, micro_batches, self._keys.samples(step))
+            self.learner.learn(step, loaded, counts, self._keys.samples(step))
         self.engine.begin_update()
         self.engine.end_update({} if left_out else self.learner.update(), samples)
         self.engine.step_done(samples, self._validation_due())
+
+    def _loaded(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """The next `count` batches, each loaded when its turn comes: a device does not hold those of all shares at
+        once."""
+        for _ in range(count):
+            began = time.perf_counter()
+            with signpost.doing("waiting for data"):
+                batch = next(batches)
+            self.engine.progress.add_data_wait(time.perf_counter() - began)
+            yield batch
 
     def _is_left_out(self, step: int) -> bool:
         """Whether `step` (from 0) changes nothing: train.skip_steps has it, or train.skip_samples all of its batch."""
@@ -371,28 +371,6 @@ class TaskLoop(Loop):
         return begins
 
 
-class _LoadedWhenDue(Collection[tuple[Any, int]]):
-    """The micro-batches of a step, each loaded when its turn comes: a device does not hold those of all shares at once.
-    To be iterated over once."""
-
-    def __init__(self, batches: Iterator[Any], counts: Sequence[int], add_wait: Callable[[float], None]) -> None:
-        self._batches, self._counts, self._add_wait = batches, counts, add_wait
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __contains__(self, _: object) -> bool:
-        return False
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for count in self._counts:
-            began = time.perf_counter()
-            with signpost.doing("waiting for data"):
-                batch = next(self._batches)
-            self._add_wait(time.perf_counter() - began)
-            yield batch, count
-
-
 @dataclass(frozen=True)
 class Datasets:
     """A Task's data sets, those of validation by name, and how many samples they have."""
@@ -424,8 +402,10 @@ def open_datasets(config: Config, task: Task, group: Group) -> Datasets:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             what = f"a {type(dataset).__name__}, without __len__ and __getitem__"
             raise ConfigError(f"task={config.task}: datasets(): the {SETS.get(name, f'set {name}')} is {what}")
-        if isinstance(decoded := getattr(dataset, "decoded", None), DecodedCache):
-            decoded.open_shared(group, name)
+        # Of ImageFiles, whose module takes a second to import.
+        cache: Any = getattr(dataset, "decoded", None)
+        if hasattr(cache, "open_shared"):
+            cache.open_shared(group, name)
     train, val = len(train_set), {name: len(dataset) for name, dataset in val_sets.items()}
     if not (train and all(val.values())):
         counts = ", ".join(f"{count} {'validation' if name == VAL else name}" for name, count in val.items())
@@ -557,7 +537,7 @@ def evaluate(config: Config, run: RunDir, weights: Weights, given: Sequence[str]
         there, here = fitted.classes
         what = "tokens in the vocabulary" if config.task == "language" else "classes"
         raise ConfigError(f"{named(config)}: {here} {what}, but {run.name} was trained on {there}")
-    learner.start_from(fitted.tensors)
+    learner.start_from(Plan({"model": fitted.tensors}))
     if weights.task is not None and learner.task_state.exists:
         learner.task_state.load(weights.task)
     validation = Validation(config, datasets, loading, group)

@@ -61,7 +61,7 @@ def take_made(optimizer: Any, model: nn.Module, task: str) -> tuple[Optimizer, b
             raise ConfigError(f"{made}: {reason}")
     if not all("lr" in group for group in optimizer.param_groups):
         raise ConfigError(f"{made}: a parameter group has no lr, which the schedule sets")
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = {id(p) for p in parameters_of(optimizer)}
     if strangers := len(given - {id(p) for p in model.parameters()}):
         raise ConfigError(f"{made}: {strangers} of its parameters are not the model's; build it from the model given")
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
@@ -72,6 +72,12 @@ def take_made(optimizer: Any, model: nn.Module, task: str) -> tuple[Optimizer, b
             "model() with requires_grad_(False)"
         )
     return optimizer, sort_parameters(optimizer, model.parameters())
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """What the optimiser updates, in the order of its numbers for them."""
+    groups = getattr(optimizer, "param_groups", [])  # a wrapper that is refused later may have none
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def sort_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
@@ -132,8 +138,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if not loads_in_place(optimizer):
         return  # it knows best
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters):
+    for number, parameter in zip(numbers, parameters_of(optimizer)):
         for name, saved in state["state"].get(number, {}).items():
             live = optimizer.state[parameter][name]
             if isinstance(saved, Tensor) and saved.dtype != live.dtype:
@@ -166,7 +171,7 @@ STEPS = 3  # the first step of some optimisers is different
 
 def needs_other_rows(optimizer: Optimizer) -> bool:
     """Whether what the optimiser does to a row depends on other rows. False for one that cannot be tried."""
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    device = parameters_of(optimizer)[0].device
     values = torch.linspace(-1, 2, ROWS * COLUMNS, device=device).view(ROWS, COLUMNS)
     parts = (values, values, *values.split(ROWS // 2))
     try:
@@ -180,7 +185,7 @@ def needs_other_rows(optimizer: Optimizer) -> bool:
 
 def kept_by(optimizer: Optimizer) -> set[str] | None:
     """The names of what the optimiser keeps for each parameter; None for one that cannot be tried."""
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    device = parameters_of(optimizer)[0].device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             return set(_trial(optimizer, torch.ones(ROWS, COLUMNS, device=device))[1])

@@ -27,17 +27,6 @@ class Difference:
     names: tuple[str, ...] = ()  # of the values that differ: metrics, or parts of the state
 
 
-def first_difference(
-    expected: Probed, found: Probed, ignored: Collection[str] = (), so_far: bool = False
-) -> Difference | None:
-    """None when every step of every attempt has the same bits, and both runs have the same steps.
-
-    Values of the names `ignored`, which may be patterns, do not count. With `so_far` the second run has not ended yet.
-    """
-    differences = differences_of(expected, found, ignored, so_far)
-    return first_of(differences) if differences else None
-
-
 def first_of(differences: Collection[Difference]) -> Difference:
     """The one that comes first in the order of events."""
     return min(differences, key=lambda one: (one.attempt, one.step, ORDER.index(one.what), one.rank))
@@ -46,7 +35,11 @@ def first_of(differences: Collection[Difference]) -> Difference:
 def differences_of(
     expected: Probed, found: Probed, ignored: Collection[str] = (), so_far: bool = False
 ) -> list[Difference]:
-    """The first difference of each rank and each kind, see `first_difference`."""
+    """The first difference of each rank and each kind: none where every step of every attempt has the same bits, and
+    both runs have the same steps.
+
+    Values of the names `ignored`, which may be patterns, do not count. With `so_far` the second run has not ended yet.
+    """
     differences = [*_steps(expected, found, ignored), *_metrics(expected, found, ignored)]
     if not so_far and (expected.last_step != found.last_step or len(expected.metrics) != len(found.metrics)):
         step = min(expected.last_step, found.last_step) + 1
@@ -224,7 +217,6 @@ KEPT = {
     "lightning": "on_save_checkpoint and on_load_checkpoint, or the state_dict of a callback",
     "transformers": "a callback that is an ExportableState",
 }
-MOST_NAMES = 6
 
 
 def fix_of(rule: RuleName, probed: Probed) -> str:

@@ -8,7 +8,6 @@ linked: there the script sees, and could change, the user's own files. `written`
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from laststep.code import code_copy
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.runs.run_folders import PROJECT
 from laststep.script import FILE, files_of
 
@@ -58,10 +57,9 @@ class ProjectCopy:
     @contextlib.contextmanager
     def entered(self, config: Config) -> Iterator[Config]:
         """The copy as the current folder, and the configuration with its environment."""
-        launch = dataclasses.replace(config.launch, env={**config.launch.env, **self.environment})
         os.chdir(self.folder)
         try:
-            yield dataclasses.replace(config, launch=launch)
+            yield with_launch(config, env={**config.launch.env, **self.environment})
         finally:
             os.chdir(self._here)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import time
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config import secret
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.proof.differences import (
     WEIGHTS,
@@ -24,7 +23,6 @@ from laststep.proof.differences import (
     changed_numbers,
     differences_of,
     differs_by_rank,
-    first_difference,
     first_of,
     rule_of,
     unsteady,
@@ -145,8 +143,8 @@ class Prover:
             self._found("not exact", difference, "rank")
         elif name == AGAIN:
             self.proof.ignored = unsteady(self.proof.runs[UNDISTURBED], probed)
-            if difference := first_difference(self.proof.runs[UNDISTURBED], probed, self._ignored):
-                self._found("not deterministic", difference, "not deterministic")
+            if differences := differences_of(self.proof.runs[UNDISTURBED], probed, self._ignored):
+                self._found("not deterministic", first_of(differences), "not deterministic")
         return probed
 
     @property
@@ -205,10 +203,8 @@ class Prover:
         """Train one attempt of the run of that name. Raises _ScriptFailed."""
         least_s = None if self._budget_s is None or self.proof.runs else self._budget_s / (2 * LEAST_STARTS)
         plan = ProbePlan(self._steps, place.strike if place else None, self._validation_batches, least_s)
-        config = self._config
-        launch = dataclasses.replace(config.launch, name=name, env={**config.launch.env, **plan.environment()})
-        config = dataclasses.replace(config, launch=launch)
-        run = RunDir(f"{launch.root}/{name}")
+        config = with_launch(self._config, name=name, env={**self._config.launch.env, **plan.environment()})
+        run = run_folders.folder_of(config)
         if not run.path.exists():
             secret.forget()  # its alerts would be about a run that nobody has started
             run_folders.create(config)

@@ -7,20 +7,25 @@ the attempt it gets SIGTERM, and SIGKILL soon after; when its rank dies, however
 
 `BesideTraining` has the programs that the rooms want in one attempt, on one rank (`laststep.rooms`). Where the run
 continues by itself nobody waits for them: what they have not done, those of the next attempt do.
+
+`signpost` shows such programs what the loop of the first rank of a node does right now.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import mmap
 import os
 import resource
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,11 +74,10 @@ class Program:
         self._once = program.where == "end"
         self._ending, self._lock = threading.Event(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, name=f"beside-{program.name}", daemon=True)
 
     def start(self) -> None:
         """Start it, and start it again when it dies."""
-        start_thread(self._thread)
+        self._thread = start_thread(f"beside-{self.name}", self._keep)
 
     def end(self) -> None:
         """Ask it to end, if it is one that would not end by itself."""
@@ -224,3 +228,78 @@ class BesideTraining:
                 with contextlib.suppress(RuntimeError):  # this node has no thread to give
                     program.start()
                     self._programs.append(program)
+
+
+PAGE_BYTES = 64
+SHARED_MEMORY = "/dev/shm"
+
+
+class Signpost:
+    """Shows programs on this node what this process's loop does right now: a word in a page of shared memory, so that
+    showing it waits for nothing. Nothing is shown until `open`, nor where there is no such memory."""
+
+    def __init__(self) -> None:
+        self._page: mmap.mmap | None = None
+        self._path: Path | None = None
+        self.shown = ""
+
+    def open(self, run: Path) -> Callable[[], None]:
+        """Show it from now on to those who `read_signpost`; returns what ends that."""
+        path = _page_of(run)
+        with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()  # of an attempt before
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(file, PAGE_BYTES)
+                self._page = mmap.mmap(file, PAGE_BYTES)
+                self._path = path
+            finally:
+                os.close(file)
+            self.show(self.shown)
+        return self.close
+
+    def show(self, what: str) -> None:
+        """This is what the process does from now on."""
+        self.shown = what
+        if self._page is not None:
+            self._page[:] = what.encode()[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """This is what the process does meanwhile."""
+        before = self.shown
+        self.show(what)
+        try:
+            yield
+        finally:
+            self.show(before)
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        page, path, self._page, self._path = self._page, self._path, None, None
+        if page is not None and path is not None:
+            page.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+signpost = Signpost()
+
+
+def read_signpost(run: Path) -> str:
+    """What the first rank of the run on this node does; empty where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        file = os.open(_page_of(run), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_uid == os.geteuid():
+                return os.read(file, PAGE_BYTES).rstrip(b"\0").decode(errors="replace")
+        finally:
+            os.close(file)
+    return ""
+
+
+def _page_of(run: Path) -> Path:
+    """Where it stands: the same on a node for all processes of a run."""
+    folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir()
+    return Path(folder) / f"laststep-{os.geteuid()}-{hashlib.sha256(str(run).encode()).hexdigest()[:16]}"

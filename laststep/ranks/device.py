@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from laststep.compat import compiler
+from laststep import compat
 from laststep.compat.cuda_driver import CudaDriver, MemoryReader
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
 from laststep.ranks.fault import DeviceSilent
+from laststep.ranks.process import start_thread
 from laststep.ranks.world import World, hostname
 from laststep.say import counted, say
 
@@ -52,7 +53,7 @@ def set_up_device(config: Config, world: World) -> torch.device:
         raise ConfigError("train.cuda_graphs=true: only GPUs have CUDA graphs, but this rank uses the CPU; remove it")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        compiler.draw_from_default_generators()
+        compat.draw_from_default_generators()
         with warnings.catch_warnings():
             # torch 2.9 and later announce that these attributes will be replaced. But after the new ones were set,
             # torch raises an error where anything reads the old ones, as its own compiler does. The old ones set both.
@@ -63,7 +64,7 @@ def set_up_device(config: Config, world: World) -> torch.device:
     else:
         keep_freed_memory()
     if is_deterministic(config, device):
-        compiler.compile_without_timing()
+        compat.compile_without_timing()
         # cuBLAS reads this when it starts. Without it, cuBLAS may split a product differently from run to run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # an operator without a deterministic kernel raises RuntimeError
@@ -604,8 +605,7 @@ class DeviceThread:
         self._one_at_a_time = threading.Lock()
         self._stuck: Future[Any] | None = None  # the call that did not return in time
         self._entered = ExitStack()
-        self.thread = threading.Thread(target=self._serve, name="beside", daemon=True)
-        self.thread.start()
+        self.thread = start_thread("beside", self._serve)
         self.ask(lambda: self._entered.enter_context(beside()), START_S)
 
     def ask(self, work: Callable[[], T], timeout_s: float | None = None) -> T:

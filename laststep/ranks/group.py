@@ -38,7 +38,7 @@ from laststep.ranks import nccl
 from laststep.ranks.device import SLICE, choose_backend, gpu_uuid, set_up_device
 from laststep.ranks.disk import Patience
 from laststep.ranks.fault import DeviceConflict, MeetingError
-from laststep.ranks.meeting import PUBLISH_S, SealedStore, connect_to_store, use_interface
+from laststep.ranks.meeting import PUBLISH_S, SealedStore, StoreConnection, connect_to_store, use_interface
 from laststep.ranks.process import Alarm
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import ShardPlace, World, hostname
@@ -145,9 +145,9 @@ class Group:
             self._init_process_group(timeout)
             self.gather(torch.zeros(1, device=self.device))  # torch may have made the communicator in the background
             own = own_part()
-        texts = self.gather(nccl.to_tensor(own).to(self.device))
+        texts = [text.decode() for text in self.gather_bytes(own.encode())]
         try:
-            self.nccl_graph = nccl.combined([nccl.from_tensor(text) for text in texts], self.world.nodes)
+            self.nccl_graph = nccl.combined(texts, self.world.nodes)
         except ValueError as error:
             if self.world.rank == 0:
                 say(f"NCCL's graph is not recorded, so a resume over another one will not be noticed ({error})")
@@ -212,6 +212,19 @@ class Group:
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's data, on every rank. A collective; the lengths may differ."""
+        if self.world.size == 1:
+            return data
+        length = torch.tensor(len(data), device=self.collective_device)
+        self.broadcast([length])
+        if not length:
+            return b""
+        given = bytearray(data) if self.world.rank == 0 else bytearray(int(length))
+        text = torch.frombuffer(given, dtype=torch.uint8).to(self.collective_device)
+        self.broadcast([text])
+        return text.cpu().numpy().tobytes()
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
         """Start to copy the tensor of rank `source` to every rank, in place. Call what this returns before the tensor
@@ -342,13 +355,7 @@ def register_rank(
     """
     if world.size == 1:
         return Group(world, dist.HashStore(), device, backend)
-    # Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024 files
-    # would be too low for 150 ranks.
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    # Torch's store looks up the name of each address that connects to it, in its only thread. A lost query would delay
-    # all ranks by 5 s, a name server that is down by half a minute (resolv.conf(5)).
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    _allow_many_connections()
     # Rank 0 leaves the secret of the attempt's seal there until all ranks have read it.
     seal, secret = Seal(), address_file.with_suffix(".key")
     timeout = meeting_timeout(timeout_s)
@@ -357,16 +364,6 @@ def register_rank(
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
         met = connect_to_store(world, purpose, address_file, init_method, timeout)
-    me = Registration(
-        host=hostname(),
-        pid=str(os.getpid()),
-        device=device.type,
-        backend=backend,
-        gpu=gpu_uuid(device),
-        at=time.time(),
-        local_ip=met.local_ip,
-        rank_0_ip=met.rank_0_ip,
-    )
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)
@@ -378,16 +375,39 @@ def register_rank(
             )
         if world.rank:
             seal = _load_seal(world, secret, met.store.get("seal").decode(), timeout)
-        mine, store = json.dumps(me), SealedStore(met.store, seal)
-        if (first := store.compare_set(f"met/{world.rank}", "", mine).decode()) != mine:
-            places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
-            raise ConfigError(
-                f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank"
-            )
+        _register(world, device, backend, met, seal)
     except dist.DistError as error:
         raise MeetingError(f"{world}: rank 0 on {world.host_of(0)} is gone: {first_line(error)}") from error
     files = [file for file in (secret, met.address_file) if file is not None and world.rank == 0]
     return Group(world, met.store, device, backend, met.address, seal, files)
+
+
+def _allow_many_connections() -> None:
+    """Each rank costs rank 0 seven connections, and every other rank one of gloo's. A shell's usual limit of 1,024
+    files would be too low for 150 ranks. Torch's store looks up the name of each address that connects to it, in its
+    only thread: a lost query would delay all ranks by 5 s, a name server that is down by half a minute
+    (resolv.conf(5))."""
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
+def _register(world: World, device: torch.device, backend: str, met: StoreConnection, seal: Seal) -> None:
+    """Write what the other ranks must know of this one. Raises ConfigError when there is another with its number."""
+    me = Registration(
+        host=hostname(),
+        pid=str(os.getpid()),
+        device=device.type,
+        backend=backend,
+        gpu=gpu_uuid(device),
+        at=time.time(),
+        local_ip=met.local_ip,
+        rank_0_ip=met.rank_0_ip,
+    )
+    mine, store = json.dumps(me), SealedStore(met.store, seal)
+    if (first := store.compare_set(f"met/{world.rank}", "", mine).decode()) != mine:
+        places = " and ".join(f"process {one['pid']} on {one['host']}" for one in (json.loads(first), me))
+        raise ConfigError(f"{world}: two processes claim rank {world.rank}: {places}; give each process its own rank")
 
 
 def _load_seal(world: World, file: Path, fingerprint: str, timeout: timedelta) -> Seal:

@@ -373,3 +373,14 @@ def free_port() -> int:
     """A port of this host at which nothing listens."""
     with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def address_towards(host: str) -> str:
+    """The address of this host that packets to another host carry; empty if its name does not resolve."""
+    with contextlib.suppress(OSError, UnicodeError):
+        # The port is "discard": nothing is sent there.
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as unsent:
+            unsent.connect(place)
+            return str(unsent.getsockname()[0])
+    return ""

@@ -13,7 +13,6 @@ import os
 import queue
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,10 +24,11 @@ import torch.distributed as dist
 from laststep.config.errors import ConfigError
 from laststep.ranks.disk import FreshView, Patience
 from laststep.ranks.fault import MeetingError
-from laststep.ranks.process import run_time
+from laststep.ranks.launchers import address_towards
+from laststep.ranks.process import run_time, start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import World, hostname
-from laststep.rundir import aside
+from laststep.rundir import write_whole
 from laststep.say import say
 
 UNSEALED_POLL_S = 0.1  # between two looks at a key that holds a value without the seal
@@ -131,7 +131,6 @@ POLL_S = 0.05
 PUBLISH_S = 20.0
 CONNECT_S = 3.0  # a firewall that drops packets gives no answer at all
 ANSWER_S = 10.0
-PORT_OF_NOTHING = 9  # "discard"; nothing is sent there
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of a network interface
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -263,9 +262,7 @@ def _serve_and_publish(world: World, purpose: str, file: Path, timeout: timedelt
 
     def publish() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = aside(file)
-        temporary.write_text(text)
-        temporary.replace(file)
+        write_whole(file, text)
 
     Patience(PUBLISH_S, say).insist(publish)
     return StoreConnection(store, f"{hosts[0]}:{store.port}", address_file=file)
@@ -299,7 +296,7 @@ def _meeting_address(world: World) -> str:
     others = [host for host in world.hosts if host not in ("", world.hosts[0])][:1]
     # Where names do not resolve: srun's address. It is this host's own, or that of another host of the cluster.
     for host in (*others, os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")):
-        if host and (address := _address_towards(host)) in addresses:
+        if host and (address := address_towards(host)) in addresses:
             return address
     return addresses[0] if len(addresses) == 1 else ""
 
@@ -307,16 +304,6 @@ def _meeting_address(world: World) -> str:
 def _on_one_host(world: World) -> bool:
     """Whether all ranks are certainly on this host: torch's own variables need not say how many nodes there are."""
     return world.nodes == 1 and (world.launcher != "env" or "LOCAL_WORLD_SIZE" in os.environ)
-
-
-def _address_towards(host: str) -> str:
-    """The address of this host that packets to another host carry; empty if its name does not resolve."""
-    with contextlib.suppress(OSError, UnicodeError):
-        family, kind, protocol, _, place = socket.getaddrinfo(host, PORT_OF_NOTHING, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as unsent:
-            unsent.connect(place)
-            return str(unsent.getsockname()[0])
-    return ""
 
 
 def named_address(world: World, host: str) -> str:
@@ -391,7 +378,7 @@ def _connect_once(world: World, host: str, port: int, timeout: timedelta) -> Sto
             results.put(error)
 
     # In a thread: if something else than a store listens there, torch waits for its answer without a timeout.
-    threading.Thread(target=create_client, daemon=True).start()
+    start_thread("client", create_client)
     with contextlib.suppress(queue.Empty):
         result = results.get(timeout=min(ANSWER_S, timeout.total_seconds()))
         if not isinstance(result, dist.DistError):

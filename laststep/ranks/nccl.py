@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 # Either variable names the files; torch prefers the first.
 RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -104,7 +103,6 @@ def describe() -> dict[str, str]:
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH"}
 FILE = "NCCL_DEBUG_FILE"
 CONF = Path("/etc/nccl.conf")
-TEXT_BYTES = 96  # of what a rank reports to the others
 NOTHING = "?"  # begins the text of a rank that could not read its graph
 
 # The lines of the log that say in which order NCCL adds. The first pattern is that of the ring.
@@ -166,16 +164,6 @@ def combined(texts: Sequence[str], nodes: int) -> str:
     links = [max(kind, key=_distance) for kind in ((within, between) if nodes > 1 else (within,))]
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
     return f"{min(map(int, channels))} channels over {' and '.join(links)}, {digest}"
-
-
-def to_tensor(text: str, size: int = TEXT_BYTES) -> Tensor:
-    """The text in a tensor whose size is the same on every rank, in bytes."""
-    return torch.tensor(list(text.encode()[:size].ljust(size)), dtype=torch.uint8)
-
-
-def from_tensor(tensor: Tensor) -> str:
-    """The text that `to_tensor` has put there."""
-    return bytes(tensor.tolist()).decode(errors="replace").strip()
 
 
 def _distance(link: str) -> int:

@@ -46,21 +46,26 @@ def started(start: Callable[[], T], wait_s: float | None = None) -> T:
         time.sleep(PAUSE_S)
 
 
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, as `started` does. Raises RuntimeError."""
+def start_thread(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Do this work in a daemon thread, started as `started` does. Raises RuntimeError."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
     started(thread.start)
+    return thread
+
+
+def stat_of(pid: int | str) -> list[str]:
+    """The fields of a process's `stat` (proc(5)), from its state on; none if it has gone, or without /proc."""
+    with suppress(OSError):  # the name before them, in parentheses, may contain anything
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def identity(pid: int | None = None) -> str:
     """What names a process for as long as the machine runs: its id, which may be used again, and when it started. Empty
     if it has ended, or if this system does not say (it has no /proc). The default is this process."""
     pid = os.getpid() if pid is None else pid
-    try:
-        # proc(5): the name, in parentheses, may contain anything; after it come the state, and as the 20th the start.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+    stat = stat_of(pid)
+    return f"{pid} {stat[19]}" if stat and stat[0] not in "ZX" else ""
 
 
 def is_running(process: str) -> bool:
@@ -94,12 +99,8 @@ def lives_here(process: str) -> bool:
 
 
 def _processes() -> dict[int, list[str]]:
-    """The `stat` (proc(5)) of each process, from its state on; none where the system has no /proc."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            found[int(folder.name)] = (folder / "stat").read_text().rpartition(")")[2].split()
-    return found
+    """The `stat_of` each process."""
+    return {int(folder.name): stat for folder in Path("/proc").glob("[0-9]*") if (stat := stat_of(folder.name))}
 
 
 def _words(pid: int) -> list[str]:
@@ -119,16 +120,16 @@ def _descendants(parent: int, processes: Mapping[int, Sequence[str]]) -> list[in
 def kill_children(program: str) -> None:
     """Kill the children of this process that run a program of this name, and all that they have started."""
     processes = _processes()
-    for child in children(os.getpid()):
+    for child in children_of(os.getpid()):
         if program in map(os.path.basename, _words(child)[:3]):
             for pid in [child, *_descendants(child, processes)]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def children(parent: int, word: str = "") -> list[int]:
-    """The children of a process, or those that live and have this word in their command line."""
-    own = [pid for pid, stat in _processes().items() if stat[1] == str(parent)]
+def children_of(parent: int, word: str = "") -> list[int]:
+    """The living children of a process; with a word, those that have it in their command line."""
+    own = [pid for pid, stat in _processes().items() if stat[1] == str(parent) and stat[0] not in "ZX"]
     return [pid for pid in own if word in _words(pid)] if word else own
 
 
@@ -141,22 +142,6 @@ def cpu_s_of_descendants(ancestor: int) -> float:
     processes = {pid: stat for pid, stat in _processes().items() if pid not in beside}
     ticks = (int(count) for pid in _descendants(ancestor, processes) for count in processes[pid][11:15])
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
-
-
-def children_of(parent: int) -> list[int]:
-    """The living children of a process."""
-    return [pid for pid, its_parent in _parents().items() if its_parent == parent]
-
-
-def _parents() -> dict[int, int]:
-    """The parent of each living process; of a zombie none."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has just ended
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                parents[int(folder.name)] = int(parent)
-    return parents
 
 
 def keep_orphans() -> None:
@@ -175,10 +160,7 @@ def end_descendants() -> None:
                 pass
         except ChildProcessError:  # with `keep_orphans`, a process without children has no descendants
             return
-        parents, found = _parents(), {os.getpid()}
-        while new := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= new
-        for pid in found - {os.getpid()}:
+        for pid in _descendants(os.getpid(), _processes()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(PAUSE_S / 10)
@@ -236,7 +218,7 @@ class Alarm:
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self._rings_at, self._ring = run_time() + seconds, ring
         self._cancelled = threading.Event()
-        start_thread(threading.Thread(target=self._wait, name="alarm", daemon=True))
+        start_thread("alarm", self._wait)
 
     def cancel(self) -> None:
         """What was waited for has come."""

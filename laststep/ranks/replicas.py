@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from laststep.ranks.meeting import SealedStore, interfaces, listen
+from laststep.ranks.process import start_thread
 from laststep.ranks.seal import Seal
 from laststep.ranks.world import Moment, World, hostname
 from laststep.say import say
@@ -69,11 +70,9 @@ class ReplicaLink:
         place = {"hosts": hosts, "port": listener.getsockname()[1], "nonce": self._nonce}
         self._store.set(f"replica/{world.rank}", json.dumps(place))
         self._threads = [
-            threading.Thread(target=self._keep, args=(listener,), name="replica-keeper", daemon=True),
-            threading.Thread(target=self._send_all, name="replica-sender", daemon=True),
+            start_thread("replica-keeper", lambda: self._keep(listener)),
+            start_thread("replica-sender", self._send_all),
         ]
-        for thread in self._threads:
-            thread.start()
 
     # In the thread that trains
 

@@ -170,6 +170,17 @@ def parse_records(text: str) -> list[Mapping[str, str]]:
     return [fields for line in text.splitlines() if (fields := _fields(line))]
 
 
+def parse_config(text: str) -> dict[str, str]:
+    """Parse `scontrol show config` into name -> value, without the names that are not set."""
+    pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
+    return {name.strip(): value.strip() for name, value in pairs if not value.strip().startswith("(null")}
+
+
+def _kill_wait(config: Mapping[str, str]) -> int | None:
+    found = re.match(r"\d+", config.get("KillWait", ""))  # such as "30 sec"
+    return int(found[0]) if found else None
+
+
 class ClusterSettings(NamedTuple):
     """What a submission asks the cluster for, in one call."""
 
@@ -180,32 +191,22 @@ class ClusterSettings(NamedTuple):
 def cluster_settings() -> ClusterSettings:
     """Ask Slurm for its settings."""
     with contextlib.suppress(SlurmError):
-        shown = scontrol("show", "config")
-        kill_wait = re.search(r"^KillWait\s*=\s*(\d+) sec", shown, re.MULTILINE)
-        allowed = re.search(r"^SlurmctldParameters\s*=.*\benable_expedited_requeue\b", shown, re.MULTILINE)
-        controller = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
+        config = parse_config(scontrol("show", "config"))
+        allowed = "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
         # Where the controller allows it, sbatch is asked too: it may be older.
-        expedites = bool(
-            allowed and controller and can_expedite(controller[1]) and can_expedite(command("sbatch", "--version"))
-        )
-        return ClusterSettings(int(kill_wait[1]) if kill_wait else None, expedites)
+        allowed = allowed and can_expedite(config.get("SLURM_VERSION", ""))
+        return ClusterSettings(_kill_wait(config), allowed and can_expedite(command("sbatch", "--version")))
     return ClusterSettings()
 
 
 def most_in_array() -> int:
     """The most jobs that Slurm takes as one array (MaxArraySize, max_array_tasks); its default if it does not say."""
-    most = DEFAULT_ARRAY
     with contextlib.suppress(SlurmError):
-        shown = scontrol("show", "config")
-        found = re.findall(r"^MaxArraySize\s*=\s*(\d+)", shown, re.MULTILINE)
-        found += re.findall(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", shown, re.MULTILINE)
-        most = min(map(int, found), default=most)
-    return max(1, most)
-
-
-def kill_wait_s() -> int | None:
-    """KillWait: the seconds this cluster gives a job between SIGTERM and SIGKILL. None when Slurm does not answer."""
-    return cluster_settings().kill_wait_s
+        config = parse_config(scontrol("show", "config"))
+        found = re.findall(r"^\d+", config.get("MaxArraySize", ""))
+        found += re.findall(r"\bmax_array_tasks=(\d+)", config.get("SchedulerParameters", ""))
+        return max(1, min(map(int, found), default=DEFAULT_ARRAY))
+    return DEFAULT_ARRAY
 
 
 class KillLimits(NamedTuple):
@@ -220,18 +221,16 @@ def kill_limits(partition: str | None = None) -> KillLimits:
     """Ask Slurm for the limits of a job in this partition; the usual ones if it does not answer. None: those that hold
     where a partition has none of its own."""
     with contextlib.suppress(SlurmError):
-        config, here = scontrol("show", "config"), time.time()
-        kill_wait = re.search(r"^KillWait\s*=\s*(\d+) sec", config, re.MULTILINE)
-        over = re.search(r"^OverTimeLimit\s*=\s*(\w+)", config, re.MULTILINE)
-        said_at = re.match(r"Configuration data as of (\S+)", config)  # the controller's time of this answer
-        over_limit = over[1] if over else "0"
+        answer, here = scontrol("show", "config"), time.time()
+        config, said_at = parse_config(answer), re.match(r"Configuration data as of (\S+)", answer)
+        kill_wait, over_limit = _kill_wait(config), config.get("OverTimeLimit", "0").partition(" ")[0]
         for shown in show_partitions(partition) if partition else []:
             over_limit = own if (own := shown.get("OverTimeLimit", "NONE")) != "NONE" else over_limit
-        controller = unix_time(said_at[1]) if said_at else NEVER
+        controller = unix_time(said_at[1]) if said_at else NEVER  # the controller's time of this answer
         # Slurm's times have no fraction; a difference of a second or two is none.
         ahead_s = controller + 0.5 - here if controller < NEVER else 0.0
         return KillLimits(
-            float(kill_wait[1]) if kill_wait else DEFAULT_KILL_WAIT_S,
+            DEFAULT_KILL_WAIT_S if kill_wait is None else kill_wait,
             NEVER if over_limit == "UNLIMITED" else 60.0 * int(over_limit) if over_limit.isdecimal() else 0.0,
             ahead_s if abs(ahead_s) > 2 else 0.0,
         )

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from laststep.config.errors import first_line
-from laststep.ranks.process import Signals, run_time
+from laststep.ranks.process import Signals, run_time, start_thread
 from laststep.ranks.world import World
 from laststep.say import say
 
@@ -50,8 +50,7 @@ class Stop:
         self._notices = store.clone()
         self._waiting = store.clone()
         self._store = store
-        self._thread = threading.Thread(target=self._agree, name="stop", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("stop", self._agree)
         signals.on_first(self._notify)
 
     def begin_tick(self) -> bool:

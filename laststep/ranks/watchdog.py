@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from laststep.ranks.beside import signpost
 from laststep.ranks.fault import Fault, blamed_host
 from laststep.ranks.process import cpu_s_of_descendants, identity, is_running, run_time, start_thread
 from laststep.ranks.seal import Seal
-from laststep.ranks.signpost import signpost
 from laststep.ranks.world import World
 from laststep.say import say
 
@@ -192,9 +192,7 @@ class Watchdog:
             thread.join(timeout=5)
 
     def _start_thread(self, name: str, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        start_thread(thread)
-        self._threads.append(thread)
+        self._threads.append(start_thread(name, work))
 
     def _publish(self, fault: Fault) -> None:
         if self._reports is not None:
@@ -205,7 +203,7 @@ class Watchdog:
         """Start the end by fault on this rank, once."""
         if not self._closed.is_set() and self._faulted.acquire(blocking=False):
             try:
-                start_thread(threading.Thread(target=self._on_fault, args=(fault,), name="fault", daemon=True))
+                start_thread("fault", lambda: self._on_fault(fault))
             except RuntimeError:  # the kernel has no thread: what this one does otherwise is not needed any more
                 self._on_fault(fault)
 
@@ -374,7 +372,7 @@ class Neighbour:
         self._answers = answers or host_answers
         self._silent_rounds = 0  # not by a clock, so a process that was suspended finds nobody dead
         self._closed = threading.Event()
-        threading.Thread(target=self._ask, name="neighbour", daemon=True).start()
+        start_thread("neighbour", self._ask)
 
     @classmethod
     def of(cls, world: World, ticks: Callable[[], int]) -> Neighbour | None:
@@ -439,8 +437,7 @@ class Lifelines:
         self._said: dict[socket.socket, bytes] = {}  # the first lines of those that have not said who they are
         self._ranks: dict[socket.socket, int] = {}
         store.set(KEY, json.dumps({"port": self._listener.getsockname()[1], "nonce": self._nonce}))
-        self._thread = threading.Thread(target=self._watch, name="lifelines", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lifelines", self._watch)
 
     def close(self) -> None:
         """Report no further end."""
@@ -513,8 +510,7 @@ class Lifeline:
         self._rank, self._host, self._store, self._seal = world.rank, host, store, seal
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._connect, name="lifeline", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lifeline", self._connect)
 
     def close(self) -> None:
         """Leave: from now on the end of this process is no death."""

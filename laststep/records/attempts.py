@@ -34,7 +34,7 @@ from laststep.records.attempt_record import EndedAttempt, OpenAttempt, Reason, r
 from laststep.records.metrics import is_step, read_lines
 from laststep.records.retry import Next, decide
 from laststep.records.submissions import read_submissions
-from laststep.rundir import RunDir, aside, fsync
+from laststep.rundir import RunDir, aside, fsync, write_whole
 
 
 def begin_attempt(run: RunDir, world: World, start_step: int, patience: Patience = NO_PATIENCE) -> OpenAttempt:
@@ -177,6 +177,8 @@ def end_attempt(
         return None
     # A rank that ends the attempt before the ranks have met does not know the start step yet.
     end_step, kept_step = max(end_step, open_record["start_step"]), max(kept_step, open_record["start_step"])
+    if lost_s is None:
+        lost_s = patience.insist(lambda: _lost_seconds(run, open_record["start"], kept_step))
     record: EndedAttempt = {
         **open_record,
         # Under some launchers a rank knows only its own host until the ranks have met.
@@ -185,9 +187,7 @@ def end_attempt(
         "end_step": end_step,
         "reason": reason,
         "lost_steps": end_step - kept_step,
-        "lost_s": patience.insist(lambda: _lost_seconds(run, open_record["start"], kept_step))
-        if lost_s is None
-        else lost_s,
+        "lost_s": lost_s,
         "step_s": step_s,
         "save_s": save_s,
         "error": error,
@@ -198,6 +198,11 @@ def end_attempt(
         submissions = patience.insist(lambda: read_submissions(run.submissions))
         follows = decide(ended, launch, retry, submissions, local=not world.on_slurm).what
         record["requeue"] = follows is not Next.END
+    return record if _enter(run, record, patience) else None
+
+
+def _enter(run: RunDir, record: EndedAttempt, patience: Patience) -> bool:
+    """End the attempt in the steps that are named at the top; returns whether this rank has, not another."""
     complete = patience.insist(lambda: _write_temporary(run.attempt_ended, json.dumps(record)))
     refused = False
 
@@ -215,12 +220,12 @@ def end_attempt(
 
     if not patience.insist(claim):
         complete.unlink(missing_ok=True)
-        return None
+        return False
     patience.insist(lambda: _replace_unless_done(complete, run.attempt_ended))
     patience.insist(lambda: _add_record(run, record))
     with contextlib.suppress(OSError):  # who finds it adds the same record again, which changes nothing
         run.attempt_ended.unlink(missing_ok=True)
-    return record
+    return True
 
 
 def _replace_unless_done(complete: Path, path: Path) -> None:
@@ -398,9 +403,7 @@ def write_answer(path: Path, world: World, again: bool) -> None:
     if before and before.after == world.attempt:
         starts -= before.again
     answer = Answer(world.attempt, again, world.job_id, world.restart, starts + again)
-    temporary = aside(path)
-    temporary.write_text(json.dumps(answer._asdict()))
-    temporary.replace(path)
+    write_whole(path, json.dumps(answer._asdict()))
 
 
 def read_answer(path: Path) -> Answer | None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 
 
 def mark(run: RunDir, words: Sequence[str]) -> int:
@@ -19,9 +19,7 @@ def mark(run: RunDir, words: Sequence[str]) -> int:
     OSError."""
     run.files.mkdir(parents=True, exist_ok=True)
     steps = kept(run) or 0
-    temporary = aside(run.progress)
-    temporary.write_text(json.dumps({"steps": steps, "files": _seen(run), "words": list(words)}) + "\n")
-    temporary.replace(run.progress)
+    write_whole(run.progress, json.dumps({"steps": steps, "files": _seen(run), "words": list(words)}) + "\n")
     return steps
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laststep.rundir import RunDir, aside
+from laststep.rundir import RunDir, write_whole
 from laststep.say import say
 
 
@@ -103,9 +103,7 @@ def keep(run: RunDir, step: int, media: Mapping[str, Media]) -> None:
         try:
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary = aside(path)
-                temporary.write_bytes(value.data())
-                temporary.replace(path)
+                write_whole(path, value.data())
         except OSError as error:
             say(f"WARNING: {path}: {error.strerror}: left out")
 

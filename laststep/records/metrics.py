@@ -193,12 +193,18 @@ def _of_epoch(name: str) -> str:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file. A line that a crash cut short is skipped; a file that does not exist has none."""
-    records = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    try:
+        return [*_records(path.read_text(errors="replace").splitlines())]
+    except FileNotFoundError:
+        return []
+
+
+def _records(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """What the lines hold, without those that are damaged."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def damaged_lines(path: Path) -> int:
@@ -219,13 +225,8 @@ def last_lines(path: Path, size: int = TAIL, without: bytes | None = None) -> li
             lines = file.read().splitlines()
     except FileNotFoundError:
         return []
-    records = []
-    for line in lines:
-        if without and without in line:
-            continue
-        with contextlib.suppress(ValueError):  # the first may be cut, the last half-written
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    # The first may be cut, the last half-written.
+    return [*_records(line for line in lines if not (without and without in line))]
 
 
 def newest_step(path: Path) -> StepLine | None:
@@ -236,13 +237,13 @@ def newest_step(path: Path) -> StepLine | None:
 def steps_from(path: Path, step: int) -> Iterator[StepLine]:
     """The lines of this step and all later ones. A long file is searched by bisection, not read from its beginning."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(place_of(file, "step", step))
+        file.seek(place_of(file, step))
         yield from (line for line in parsed(file) if is_step(line) and line["step"] >= step)
 
 
-def place_of(file: IO[bytes], key: str, value: float) -> int:
-    """Where a line begins that comes before all lines with this value or a higher one, but for few; values of this key
-    rise in the file. It is searched by bisection."""
+def place_of(file: IO[bytes], value: float, key: str = "step") -> int:
+    """Where in a .jsonl file in which `key` rises a line begins that comes before all lines with this value or a larger
+    one, but for few."""
     low, high = 0, file.seek(0, os.SEEK_END)  # the line begins between these
     while high - low > TAIL:
         middle = (low + high) // 2
@@ -260,10 +261,7 @@ def place_of(file: IO[bytes], key: str, value: float) -> int:
 
 def parsed(file: IO[bytes], until: float = math.inf) -> Iterator[dict[str, Any]]:
     """The records from here on, of lines that begin before `until`."""
-    while file.tell() < until and (line := file.readline()):
-        with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                yield record
+    return _records(iter(lambda: file.readline() if file.tell() < until else b"", b""))
 
 
 def newest_epoch(path: Path, key: str = "epoch") -> dict[str, Any] | None:

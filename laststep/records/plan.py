@@ -11,7 +11,7 @@ from typing import TypedDict, cast
 
 from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
-from laststep.rundir import aside
+from laststep.rundir import write_whole
 
 
 class _Length(TypedDict):
@@ -47,10 +47,8 @@ def read_given(path: Path) -> list[str]:
 
 def write_fingerprint(path: Path, fingerprint: str) -> None:
     """Record what a run begins with, in one step. Without the record, nothing is checked later."""
-    temporary = aside(path)
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps({"fingerprint": fingerprint}) + "\n")
 
 
 def check_fingerprint(path: Path, fingerprint: str, what: str) -> None:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ from laststep.say import command, counted, note
 from laststep.script import FILE
 from laststep.submission import local, submission
 from laststep.submission.machine_checks import count_gpus
-from laststep.submission.sbatch import ended_by_signals
+from laststep.submission.sbatch import ended_by_signals, throwaway_folder
 
 POLL_S = 0.5  # how often a job is looked at
 NEVER: dict[str, Any] = {"every_steps": None, "every_minutes": None, "every_epochs": None, "anchors": None}
@@ -149,17 +148,16 @@ class Difference(NamedTuple):
 def folder_for(keep: str | None = None) -> Iterator[Path]:
     """Where steps are done again; removed at the end, however the command ends, unless it is to be kept. Raises
     ConfigError."""
-    with contextlib.ExitStack() as ending:
-        ending.enter_context(ended_by_signals())
-        if keep is None:
-            removed = tempfile.TemporaryDirectory(prefix="laststep-replay-", ignore_cleanup_errors=True)
-            yield Path(ending.enter_context(removed))
-            return
-        place = Path(keep).absolute()
-        try:
-            place.mkdir()
-        except OSError as error:
-            raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
+    if keep is None:
+        with throwaway_folder("replay") as place:
+            yield place
+        return
+    place = Path(keep).absolute()
+    try:
+        place.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--keep {keep}: {error.strerror}; name a new folder") from None
+    with ended_by_signals():
         yield place
 
 

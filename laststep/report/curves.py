@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from laststep.records.metrics import VALIDATED, is_step
-from laststep.report.timeline import ShownAttempt
 
 SCRIPT = Path(__file__).with_name("page.js")
 COLOURS = 6  # run-0 to run-5 in page.css
@@ -193,14 +192,12 @@ class Figure:
         return low > 0 and high > LOG_FROM * low
 
 
-def draw(figures: Sequence[Figure], runs: Sequence[tuple[str, Sequence[ShownAttempt]]]) -> str:
-    """The figures with everything that draws them, as HTML. `runs` are the runs' names and attempts."""
+def draw(figures: Sequence[Figure], runs: Sequence[tuple[str, Sequence[tuple[int, str, int]]]]) -> str:
+    """The figures with everything that draws them, as HTML. `runs` are the runs' names and attempts: the number of
+    each, the reason of its end, and its first step."""
     from plotly.offline import get_plotlyjs
 
-    shown = [
-        {"name": name, "attempts": [(a.record["attempt"], a.reason, a.record["start_step"]) for a in attempts]}
-        for name, attempts in runs
-    ]
+    shown = [{"name": name, "attempts": attempts} for name, attempts in runs]
     data = json.dumps({"runs": shown, "figures": [figure.data for figure in figures]}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # so that no text ends the element
     return (

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from laststep.config.keep import Ranking
 from laststep.config.schema import READY_MADE
-from laststep.observe.progress import duration
-from laststep.records.attempt_record import AttemptRecord
+from laststep.records.attempt_record import AttemptRecord, start_of
+from laststep.records.progress import duration
 from laststep.records.submissions import SubmissionRecord
 from laststep.report.curves import Curve, Curves, Figure, colour, draw, legend
-from laststep.report.timeline import ShownAttempt, picture, steps, table, when
-from laststep.runs.run_status import TimeSplit
+from laststep.runs.run_status import RunStatus, TimeSplit
 from laststep.say import counted
 
 STYLE = Path(__file__).with_name("page.css")
@@ -68,13 +67,7 @@ class Fact(NamedTuple):
 class Run:
     """The data of a run that the report shows."""
 
-    name: str
-    state: str  # the word that `launch.py status` shows for it
-    why: str  # more about its state; may be empty
-    alive: bool  # whether an attempt without an end is in progress, rather than killed
-    step: int | None
-    total_steps: int | None
-    goodput: float | None  # share of the allocated time that was spent on steps that were kept
+    status: RunStatus  # as `launch.py status` shows it
     time: TimeSplit
     records: Sequence[AttemptRecord]
     submissions: Sequence[SubmissionRecord]
@@ -86,24 +79,31 @@ class Run:
     links: Mapping[str, str] = field(default_factory=dict)  # where else the run can be looked at, by name
 
     @property
+    def name(self) -> str:
+        """Its name."""
+        return self.status.run
+
+    @property
     def attempts(self) -> list[ShownAttempt]:
         """Its attempts, each with an end."""
         now, last_step_at = time.time(), self.curves.newest.get("time")
-        return [ShownAttempt.of(record, self.alive, now, last_step_at) for record in self.records]
+        return [ShownAttempt.of(record, self.status.alive, now, last_step_at) for record in self.records]
 
     @property
     def facts(self) -> dict[str, Fact]:
         """The figures at the top of the page, by name."""
-        step = "-" if self.step is None else steps(self.step)
-        attempts = self.attempts
+        status, attempts = self.status, self.attempts
+        step = "-" if status.step is None else steps(status.step)
         lost = [attempt.lost_steps for attempt in attempts if attempt.lost_steps is not None]
         return {
-            "step": Fact(f"{step} of {self.total_steps:,}" if self.total_steps else step),
+            "step": Fact(f"{step} of {status.total_steps:,}" if status.total_steps else step),
             **self._results,
             "attempts": Fact(f"{len(self.records):,}"),
             "lost steps": Fact(steps(sum(lost) if len(lost) == len(attempts) else None)),
             "time in attempts": Fact(duration(sum(attempt.seconds for attempt in attempts))),
-            "goodput": Fact("-") if self.goodput is None else Fact(f"{self.goodput:.0%}", "of the time in attempts"),
+            "goodput": Fact("-")
+            if status.goodput is None
+            else Fact(f"{status.goodput:.0%}", "of the time in attempts"),
             **{name: Fact(text) for name, text in self.more.items()},
         }
 
@@ -168,9 +168,10 @@ def _links(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    family = FAMILY_OF_STATE.get(run.state, "orderly")
-    why = f'<span class="sub">{escape(run.why)}</span>' if run.why else ""
-    return f'<span class="state {family}">{escape(run.state)}</span>{why}'
+    status = run.status
+    family = FAMILY_OF_STATE.get(status.state, "orderly")
+    why = f'<span class="sub">{escape(status.why)}</span>' if status.why else ""
+    return f'<span class="state {family}">{escape(status.state)}</span>{why}'
 
 
 def _about(run: Run) -> str:
@@ -188,16 +189,9 @@ def _comparison(runs: Sequence[Run]) -> str:
     rows |= {key: [escape(value) for value in values] for key, values in _settings(runs, "optim.lr").items()}
     rows["command"] = [f"<code>{_command(run.submissions[0])}</code>" if run.submissions else "-" for run in runs]
     rows["commit"] = [escape(", ".join(_commits(run.submissions)) or "-") for run in runs]
-    head = "".join(_name(number, run, "col") for number, run in enumerate(runs))
-    lines = (
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{value}</td>" for value in row)}</tr>\n'
-        for name, row in rows.items()
-    )
-    return (
-        f"<h1>{counted(len(runs), 'run')}</h1>\n"
-        f'<div class="wide runs"><table><thead><tr><th></th>{head}</tr></thead>\n'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    heads = [_name(number, run, "col") for number, run in enumerate(runs)]
+    lines = ((f'<th scope="row">{escape(name)}</th>', row) for name, row in rows.items())
+    return f"<h1>{counted(len(runs), 'run')}</h1>\n{_table(['<th></th>', *heads], lines, 'runs')}"
 
 
 def _ranked(runs: Sequence[Run], ranking: Ranking) -> str:
@@ -220,10 +214,8 @@ def _ranked(runs: Sequence[Run], ranking: Ranking) -> str:
     commits = [", ".join(_commits(run.submissions)) or "-" for run in runs]
     if len(set(commits)) > 1:
         columns["commit"] = [escape(each) for each in commits]
-    head = "".join(f"<th>{name}</th>" for name in columns)
     lines = (
-        f"<tr>{_name(number, run, 'row')}{''.join(f'<td>{column[number]}</td>' for column in columns.values())}</tr>\n"
-        for number, run in enumerate(runs)
+        (_name(number, run, "row"), [column[number] for column in columns.values()]) for number, run in enumerate(runs)
     )
     typed = dict.fromkeys(_command(run.submissions[0]) for run in runs if run.submissions)
     commands = "".join(f"<p><code>{command}</code></p>\n" for command in typed)
@@ -232,8 +224,7 @@ def _ranked(runs: Sequence[Run], ranking: Ranking) -> str:
     common = "" if len(set(commits)) > 1 or commits[0] == "-" else f"; commit {escape(commits[0])}"
     return (
         f'<h1>{counted(len(runs), "run")}</h1>\n<p class="sub">sorted by the {escape(str(ranking))}{common}</p>\n'
-        f'{commands}<div class="wide runs ranked"><table><thead><tr><th>run</th>{head}</tr></thead>\n'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        f"{commands}{_table(_titles('run', *columns), lines, 'runs ranked')}"
     )
 
 
@@ -290,7 +281,10 @@ def _figures(runs: Sequence[Run]) -> str:
     several = len(runs) > 1
     how = "Drag to zoom in, double-click to zoom out." + " Click a name to hide that run." * several
     names = legend([run.name for run in runs]) if several else ""
-    drawn = draw(figures, [(run.name, run.attempts) for run in runs])
+    attempts = (
+        (run.name, [(a.record["attempt"], a.reason, a.record["start_step"]) for a in run.attempts]) for run in runs
+    )
+    drawn = draw(figures, list(attempts))
     return (
         f'<h2>Curves <small class="how">{how}</small></h2>\n'
         f"<noscript>The curves need JavaScript.</noscript>\n{names}{drawn}"
@@ -310,15 +304,28 @@ def _attempts(run: Run, name: str) -> str:
 
 def _starts(run: Run) -> str:
     """A table with a row for each command that submitted or resumed the run."""
-    rows = "".join(
-        f"<tr><td>{when(line['time'])}</td><td>{escape(line['job_id'])}</td><td>{escape(commit)}</td>"
-        f"<td><code>{_command(line)}</code></td></tr>\n"
-        for line, commit in ((line, ", ".join(_commits([line])) or "-") for line in run.submissions)
-    )
-    if not rows:
-        return ""
-    head = "<tr><th>started</th><th>job</th><th>commit</th><th>command</th></tr>"
-    return f'<h2>Commands</h2>\n<div class="wide"><table><thead>{head}</thead>\n<tbody>{rows}</tbody></table></div>\n'
+    rows = [
+        [
+            when(line["time"]),
+            *map(escape, (line["job_id"], ", ".join(_commits([line])) or "-")),
+            f"<code>{_command(line)}</code>",
+        ]
+        for line in run.submissions
+    ]
+    titles = _titles("started", "job", "commit", "command")
+    return f"<h2>Commands</h2>\n{_table(titles, (('', row) for row in rows))}" if rows else ""
+
+
+def _titles(*names: str) -> list[str]:
+    return [f"<th>{name}</th>" for name in names]
+
+
+def _table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], kind: str = "") -> str:
+    """An HTML table, which scrolls by itself where it is too wide: the cells of its head, and of each row the first
+    cell as it is and the contents of the others."""
+    body = "".join(f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n" for first, cells in rows)
+    head = f"<thead><tr>{''.join(titles)}</tr></thead>"
+    return f'<div class="wide {kind}"><table>{head}\n<tbody>{body}</tbody></table></div>\n'
 
 
 def _command(submission: SubmissionRecord) -> str:
@@ -360,3 +367,228 @@ def time_bar(split: TimeSplit) -> str:
         f'<h3>Where the time went</h3>\n<div class="lane"><svg role="img" aria-label="where the time went" '
         f'style="height:{HEIGHT_PX}px">{"".join(parts)}</svg></div>\n<ul class="legend">{"".join(items)}</ul>\n'
     )
+
+
+# -- the attempts over time ------------------------------------------------------------------------------------
+
+Kind = Literal["running", "saving", "lost", "restarting", "queued", "stopped"]
+# The kinds of time spans, with their words in the legend.
+KINDS: dict[Kind, str] = {
+    "running": "running",
+    "saving": "saving: from the last step to the end of the attempt",
+    "lost": "steps that were lost",
+    "restarting": "after a fault, until the ranks started again in the same allocation",
+    "queued": "in the queue, to continue by itself",
+    "stopped": "stopped, until it was resumed",
+}
+ORDERLY = ("finished", "preempted", "timeout", "cancelled")
+IN_PROGRESS = "in progress"
+LABEL_WIDTH = 10.0  # percent of the width, on a wide screen
+ROWS, ROW_PX, SIGN_PX, LANE_PX = 4, 20, 16, 28
+MINUTE, HOUR, DAY = 60, 3600, 86400
+# Seconds between two ticks of the axis.
+TICKS = (
+    *(1, 2, 5, 10, 15, 30),
+    *(n * MINUTE for n in (1, 2, 5, 10, 15, 30)),
+    *(n * HOUR for n in (1, 2, 3, 6, 12)),
+    *(n * DAY for n in (1, 2, 7, 14, 28, 56, 112, 365)),
+)
+
+
+class Span(NamedTuple):
+    """A span of time, in Unix seconds."""
+
+    kind: Kind
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ShownAttempt:
+    """An attempt as the report shows it: always with an end, in Unix seconds."""
+
+    record: AttemptRecord
+    end: float
+    reason: str  # of the end, or IN_PROGRESS
+    end_step: int | None  # None: not recorded
+    lost_steps: int | None  # None: not counted
+
+    @classmethod
+    def of(cls, record: AttemptRecord, alive: bool, now: float, last_step_at: float | None) -> ShownAttempt:
+        """From a record. One without an end is in progress if it is `alive`; else it was killed, and ended with its
+        last step: the next attempt will record it as lost, with the steps that its checkpoint does not have."""
+        if record["end"] is not None and record["reason"] is not None:
+            return cls(record, record["end"], record["reason"], record["end_step"], record["lost_steps"])
+        if alive:
+            return cls(record, max(record["start"], now), IN_PROGRESS, None, record["lost_steps"])
+        return cls(record, max(record["start"], last_step_at or 0.0), "lost", None, None)
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.record["start"]
+
+    @property
+    def family(self) -> str:
+        """What its end means, as a colour of page.css: all is well, it was stopped in order, or something broke."""
+        if self.reason in ("finished", IN_PROGRESS):
+            return "good"
+        return "orderly" if self.reason in ORDERLY else "fault"
+
+    @property
+    def sign(self) -> str:
+        """The reference to the symbol of its end on the page."""
+        return "#end-" + escape(self.reason.replace(" ", "-"))
+
+    def spans(self, done_at: Mapping[int, float]) -> list[Span]:
+        """Its time as spans that are not empty."""
+        start, lost_s = self.record["start"], self.record.get("lost_s", 0.0)
+        kind: Kind = "running"
+        since = self.end
+        if lost_s:
+            kind, since = "lost", max(start, self.end - lost_s)
+        elif self.reason in ORDERLY and self.end_step is not None and self.end_step > self.record["start_step"]:
+            kind, since = "saving", min(self.end, max(start, done_at.get(self.end_step, self.end)))
+        return [span for span in (Span("running", start, since), Span(kind, since, self.end)) if span.end > span.start]
+
+
+def spans_of(attempts: Sequence[ShownAttempt], done_at: Mapping[int, float]) -> list[Span]:
+    """The spans of time in order; `done_at` has the times of the steps that were saved.
+
+    Only times that the files contain. They do not contain when an attempt saved between its steps, or how long it took
+    to start.
+    """
+    found: list[Span] = []
+    for previous, attempt in zip((None, *attempts), attempts):
+        record = attempt.record
+        if previous and previous.end < record["start"]:
+            before = previous.record
+            in_place = (before["job_id"], before["restart"]) == (record["job_id"], record["restart"])
+            kind: Kind = ("restarting" if in_place else "queued") if before.get("requeue") else "stopped"
+            found.append(Span(kind, previous.end, record["start"]))
+        found += attempt.spans(done_at)
+    return found
+
+
+def picture(attempts: Sequence[ShownAttempt], done_at: Mapping[int, float]) -> str:
+    """An SVG: the lane of time, and above it the end of each attempt."""
+    spans = spans_of(attempts, done_at)
+    low = attempts[0].record["start"]
+    length = max(1.0, max(attempt.end for attempt in attempts) - low)
+
+    def at(moment: float) -> float:
+        return 100 * (moment - low) / length  # percent of the width
+
+    rows = _label_rows([at(attempt.end) for attempt in attempts])
+    placed = list(zip(attempts, rows or [0] * len(attempts)))
+    top = ROW_PX * (1 + max(row for _, row in placed))
+    body = [
+        f'<rect class="{kind}" x="{at(start):.3f}%" width="{at(end) - at(start):.3f}%" y="{top}" height="{LANE_PX}">'
+        f"<title>{KINDS[kind]}, {duration(end - start)}</title></rect>"
+        for kind, start, end in spans
+    ]
+    # All stems first, so that none is drawn across a word. Faults last, so that they are in front of the others.
+    placed.sort(key=lambda entry: entry[0].family == "fault")
+    body += [_stem(attempt, at(attempt.end), top - ROW_PX * (row + 1), top) for attempt, row in placed]
+    body += [_marker(attempt, at(attempt.end), top - ROW_PX * (row + 1), rows is not None) for attempt, row in placed]
+    below = top + LANE_PX
+    for tick in _ticks(low, length):
+        x = f"{at(tick):.2f}%"
+        body.append(f'<line class="tick" x1="{x}" x2="{x}" y1="{below}" y2="{below + 5}"/>')
+        body.append(f'<text class="x" x="{x}" y="{below}" dy="1.6em">{_clock(tick, length)}</text>')
+    used = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
+    legend = "".join(f'<li><svg><rect class="{k}" width="100%" height="100%"/></svg>{KINDS[k]}</li>' for k in used)
+    return (
+        f'<div class="lane"><svg role="img" aria-label="attempts over time" style="height:{below + 24}px">'
+        f'{"".join(body)}</svg></div>\n<ul class="legend">{legend}</ul>\n'
+    )
+
+
+def table(attempts: Sequence[ShownAttempt]) -> str:
+    """An HTML table with a row per attempt."""
+    titles = _titles("attempt", "end", "steps", "lost steps", "started", "duration", "job", "ranks", "hosts")
+    return _table(titles, (("", _row(attempt)) for attempt in attempts))
+
+
+def steps(number: int | None) -> str:
+    """The text for a number of steps; None means that they have not been counted yet."""
+    return "unknown" if number is None else f"{number:,}"
+
+
+def when(at: float) -> str:
+    """A date and a time, in local time, from Unix seconds."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _label_rows(ends: Sequence[float]) -> list[int] | None:
+    """The row above the lane for the word of each end (percent of the width): the lowest one where it overlaps no other
+    word. None when there are too many ends for words."""
+    taken = [0.0] * ROWS  # the right end of the last word in each row
+    rows = []
+    for x in ends:
+        left = x if _word_follows(x) else x - LABEL_WIDTH
+        row = next((n for n in range(ROWS) if taken[n] <= left), None)
+        if row is None:
+            return None
+        taken[row] = left + LABEL_WIDTH
+        rows.append(row)
+    return rows
+
+
+def _word_follows(x: float) -> bool:
+    """Whether the word is right of its sign: near the left edge there is no room on the left."""
+    return x < LABEL_WIDTH
+
+
+def _stem(attempt: ShownAttempt, x: float, y: int, top: int) -> str:
+    """A line from the sign of an end, at `y`, down to its time on the lane, whose upper edge is `top`."""
+    return (
+        f'<g class="{attempt.family}">'
+        f'<line class="stem" x1="{x:.2f}%" x2="{x:.2f}%" y1="{y + SIGN_PX / 2:g}" y2="{top + LANE_PX}"/></g>'
+    )
+
+
+def _marker(attempt: ShownAttempt, x: float, y: int, with_word: bool) -> str:
+    """How an attempt ended: a sign, and the word for it."""
+    reason = escape(attempt.reason)
+    place = 'class="after" dx="12"' if _word_follows(x) else 'dx="-12"'
+    word = f'<text x="{x:.2f}%" y="{y + SIGN_PX / 2:g}" {place} dy=".35em">{reason}</text>' if with_word else ""
+    return (
+        f'<g class="mark {attempt.family}"><use href="{attempt.sign}" x="{x:.2f}%" y="{y}" width="{SIGN_PX}" '
+        f'height="{SIGN_PX}" transform="translate(-{SIGN_PX / 2:g})"/>{word}'
+        f"<title>attempt {attempt.record['attempt']}: {reason}</title></g>"
+    )
+
+
+def _row(attempt: ShownAttempt) -> list[str]:
+    record = attempt.record
+    job = f"{record['job_id']}{start_of(record)}" + (f" (restart {record['restart']})" if record["restart"] else "")
+    first = f"{record['start_step']:,}"
+    sign = f'<svg class="sign {attempt.family}"><use href="{attempt.sign}"/></svg>'
+    error_lines = (record.get("error") or "").strip().splitlines()
+    error = f'<div class="error">{escape(error_lines[-1])}</div>' if error_lines else ""
+    return [
+        str(record["attempt"]),
+        f"{sign}{escape(attempt.reason)}{error}",
+        f"from {first}" if attempt.end_step is None else f"{first} to {attempt.end_step:,}",
+        steps(attempt.lost_steps),
+        when(record["start"]),
+        duration(attempt.seconds),
+        escape(job),
+        str(record["world_size"]),
+        escape(", ".join(record["hosts"])),
+    ]
+
+
+def _ticks(low: float, length_s: float) -> list[float]:
+    """At most some six round local times from `low` on, in Unix seconds."""
+    step = next((s for s in TICKS if length_s / s <= 6), TICKS[-1])
+    offset = time.localtime(low).tm_gmtoff
+    first, last = math.ceil((low + offset) / step), math.floor((low + length_s + offset) / step)
+    return [n * step - offset for n in range(first, last + 1)]
+
+
+def _clock(at: float, length_s: float) -> str:
+    """The label of a time on an axis of this length, in local time."""
+    form = "%H:%M:%S" if length_s <= 10 * MINUTE else "%H:%M" if length_s <= DAY else "%b %d %H:%M"
+    return time.strftime(form if length_s <= 6 * DAY else "%b %d", time.localtime(at))

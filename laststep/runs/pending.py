@@ -17,12 +17,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from laststep.config import checks
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.ranks import slurm
 from laststep.ranks.slurm import (
@@ -40,14 +40,13 @@ from laststep.ranks.slurm import (
 )
 from laststep.rundir import RunDir
 from laststep.runs.run_status import RunStatus
-from laststep.say import counted
+from laststep.say import counted, listed
 
 UNLIMITED = "UNLIMITED"
 NO_ANSWER = (SlurmError, OSError, ValueError, KeyError, IndexError, AttributeError)  # none, or one that we cannot read
 TEST_S = 20.0  # how long `sbatch --test-only` may take
 SOONER_S = 60.0  # a start that is not this much earlier is no reason to change a job
 UNKNOWN_AFTER_S = 365 * 86400.0  # where a job without a limit waits ahead, Slurm 22.05 answers with a year like 2537
-SHOWN = 3  # jobs, nodes or partitions that a sentence names
 # Reasons of squeue that waiting alone does not end (man squeue, "job reason codes").
 MAY_NEVER_START = re.compile(
     r"Partition(Node|Time)Limit|Partition(Down|Inactive)|BadConstraints|Invalid(Account|QOS)|JobHeldAdmin"
@@ -196,11 +195,6 @@ def _amount(resource: str, number: float) -> str:
     return counted(round(number), names.get(resource, resource.removeprefix("gres/")))
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _needs(job: Job) -> int:
     """The fewest nodes with which the job starts."""
     return int(job.get("NumNodes", "1").partition("-")[0])
@@ -219,13 +213,8 @@ def _priority(job: Job, _: re.Match[str]) -> str:
     own, job_id = int(job.get("Priority", "0")), job["JobId"]
     partition = job["Partition"]
     waiting = _others("--states=PENDING", "--priority", f"--partition={partition}")
-    ahead = [
-        one
-        for one in waiting
-        if one.id != job_id
-        and not NOT_IN_LINE.match(one.reason)
-        and (-one.priority, _number(one.id)) < (-own, _number(job_id))
-    ]
+    waiting = [one for one in waiting if one.id != job_id and not NOT_IN_LINE.match(one.reason)]
+    ahead = [one for one in waiting if (-one.priority, _number(one.id)) < (-own, _number(job_id))]
     if not ahead:
         return f"nobody is ahead of it in {partition} (of the jobs that Slurm shows), and Slurm looks again soon"
     nodes = round(sum(one.amounts.get("node", 0) for one in ahead))
@@ -265,7 +254,7 @@ def _resources(job: Job, _: re.Match[str]) -> str:
         text += ", but not for as long, or not with as much, as it asks for"
     if out := _out(states):
         text += f"; out of service: {out}"
-    return text + (f"; the first to end: {_listed([one.named() for one in running])}" if running else "")
+    return text + (f"; the first to end: {listed([one.named() for one in running])}" if running else "")
 
 
 def _states(partition: str) -> dict[str, tuple[str, str]]:
@@ -281,7 +270,7 @@ def _states(partition: str) -> dict[str, tuple[str, str]]:
 def _out(states: Mapping[str, tuple[str, str]]) -> str:
     """The nodes that cannot start a job, each with what was written down about it."""
     out = {node: why for node, why in states.items() if UNFIT.search(why[0].upper())}
-    return _listed([f"{node} is {state}{f' ({reason})' if reason else ''}" for node, (state, reason) in out.items()])
+    return listed([f"{node} is {state}{f' ({reason})' if reason else ''}" for node, (state, reason) in out.items()])
 
 
 def _unavailable(job: Job, _: re.Match[str]) -> str:
@@ -312,11 +301,7 @@ def _dependency(job: Job, _: re.Match[str]) -> str:
             ends = unix_time(found.get("EndTime", ""))
             until = f" until {clock(ends)} at the latest" if found["JobState"] == "RUNNING" and ends < NEVER else ""
             waits.append(f"job {other} is {found['JobState']}{until} ({kind})")
-    return _listed(waits)
-
-
-def _never_satisfied(job: Job, _: re.Match[str]) -> str:
-    return f"the job that it depends on has ended otherwise ({job.get('Dependency')}), so it never starts; cancel it"
+    return listed(waits)
 
 
 def _begin_time(job: Job, _: re.Match[str]) -> str:
@@ -347,10 +332,6 @@ def _array(job: Job, _: re.Match[str]) -> str:
     return f"its sweep runs at most {most} at a time (--parallel)" if most else ""
 
 
-def _partition(job: Job, match: re.Match[str]) -> str:
-    return ", ".join(filter(None, (limit_of(one, match[0], job) for one in show_partitions(job.get("Partition")))))
-
-
 def limit_of(partition: Partition, reason: str, job: Job) -> str:
     """The partition's limit that a reason of squeue is about; empty for a reason that is not about one."""
     name = partition.get("PartitionName", "")
@@ -363,10 +344,6 @@ def limit_of(partition: Partition, reason: str, job: Job) -> str:
         asked = f", and the job asks for {job['TimeLimit']}" if "TimeLimit" in job else ""
         return f"{name} allows at most {partition.get('MaxTime', UNLIMITED)}{asked}"
     return f"{name} is {partition['State']}" if "State" in partition else ""
-
-
-def _not_looked(job: Job, _: re.Match[str]) -> str:
-    return "Slurm has not considered it yet"
 
 
 # -- limits of a QOS or an account ---------------------------------------------------------------------------------
@@ -389,8 +366,7 @@ def _limit(job: Job, match: re.Match[str]) -> str:
     if found is None:
         return ""
     if match["what"] == "Wall":
-        unit = "min"
-        most, asked = f"{found.most:g} {unit}", f"{_minutes(job['TimeLimit']):g} {unit}"
+        most, asked = f"{found.most:g} min", f"{_minutes(job['TimeLimit']):g} min"
         if match["scope"] == "Grp":
             return f"{found.whose} {most} of jobs together, {found.used:g} are used"
         fix = f"; at most --time {found.most:g}, or another QOS" if found.most else ""
@@ -409,7 +385,7 @@ def _limit(job: Job, match: re.Match[str]) -> str:
     key = "node" if resource == "job" else resource
     held = [one.named(key) for one in running if resource == "job" or one.amounts.get(key)]
     asks = "" if resource == "job" else f", it asks for {_amount(resource, own)}"
-    return f"{limit} at a time, {found.used:g} in use{asks}" + (f"; held by {_listed(held)}" if held else "")
+    return f"{limit} at a time, {found.used:g} in use{asks}" + (f"; held by {listed(held)}" if held else "")
 
 
 def _asked(job: Job) -> dict[str, float]:
@@ -421,31 +397,21 @@ def _limits(job: Job, match: re.Match[str]) -> Iterator[_Limit]:
     user, uid = re.match(r"(.*)\((\d+)\)", job["UserId"]).groups()  # type: ignore[union-attr]
     account, qos = job.get("Account", ""), job.get("QOS", "")
     if match["of"] != "Assoc":
-        names = [
-            qos,
-            *(one.get("QoS", "") for one in show_partitions(job["Partition"])),
-        ]  # a partition may have its own
-        blocks = _blocks(scontrol("show", "assoc_mgr", "flags=qos", f"qos={','.join(_named(names))}"))
-        for name in _named(names):
-            per = {"PerUser": f"user {uid}", "PerAccount": f"account {account}"}.get(match["per"], "")
-            options = {"PerUser": [f"--user={user}"], "PerAccount": [f"--account={account}"]}.get(match["per"], [])
-            whose = {"PerUser": " a user", "PerAccount": " an account"}.get(match["per"], "")
-            values = blocks.get((name, per)) or {}
-            for resource, most, used in _values(values, match):
-                yield _Limit(
-                    resource,
-                    most,
-                    used,
-                    f"QOS {name} allows{whose}",
-                    [f"--qos={name}", *options],
-                )
+        of_partitions = (one.get("QoS", "") for one in show_partitions(job["Partition"]))  # which may have their own
+        names = [name for name in dict.fromkeys([qos, *of_partitions]) if name not in ("", "N/A", "(null)")]
+        blocks = _blocks(scontrol("show", "assoc_mgr", "flags=qos", f"qos={','.join(names)}"))
+        per, whose, options = {
+            "PerUser": (f"user {uid}", " a user", [f"--user={user}"]),
+            "PerAccount": (f"account {account}", " an account", [f"--account={account}"]),
+        }.get(match["per"], ("", "", []))
+        for name in names:
+            for resource, most, used in _values(blocks.get((name, per)) or {}, match):
+                yield _Limit(resource, most, used, f"QOS {name} allows{whose}", [f"--qos={name}", *options])
         if match["of"]:
             return
     shown = scontrol("show", "assoc_mgr", "flags=assoc")
-    blocks, parents = (
-        _blocks(shown),
-        dict(re.findall(r"Account=(\S+) UserName= .*(?:\n .*)*?ParentAccount=([^(\s]*)", shown)),
-    )
+    blocks = _blocks(shown)
+    parents = dict(re.findall(r"Account=(\S+) UserName= .*(?:\n .*)*?ParentAccount=([^(\s]*)", shown))
     places, above = [(account, user)], account
     while above and len(places) < 20:
         places.append((above, ""))
@@ -454,10 +420,6 @@ def _limits(job: Job, match: re.Match[str]) -> Iterator[_Limit]:
         options = [f"--account={name}", *([f"--user={user}"] if person else [])]
         for resource, most, used in _values(blocks.get((name, person)) or {}, match):
             yield _Limit(resource, most, used, f"account {name} allows" + (f" {user}" if person else ""), options)
-
-
-def _named(names: Sequence[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name not in ("", "N/A", "(null)")]
 
 
 Block = dict[str, str]
@@ -517,15 +479,19 @@ MEANINGS: Mapping[str, Callable[[Job, re.Match[str]], str]] = {
     r"Resources$": _resources,
     r"ReqNodeNotAvail|Nodes required for job|NodeDown|Reserved for maintenance": _unavailable,
     r"Reservation": _reservation,
-    r"DependencyNeverSatisfied": _never_satisfied,
+    r"DependencyNeverSatisfied": lambda job, _: (
+        f"the job that it depends on has ended otherwise ({job.get('Dependency')}), so it never starts; cancel it"
+    ),
     r"Dependency": _dependency,
     r"BeginTime": _begin_time,
     r"JobHeld(User|Admin)": _held,
     r"Licenses": _licenses,
     r"JobArrayTaskLimit": _array,
-    r"Partition\w*": _partition,
+    r"Partition\w*": lambda job, match: ", ".join(
+        filter(None, (limit_of(one, match[0], job) for one in show_partitions(job.get("Partition"))))
+    ),
     LIMIT.pattern: _limit,
-    r"(None)?$": _not_looked,
+    r"(None)?$": lambda *_: "Slurm has not considered it yet",
 }
 
 
@@ -637,7 +603,7 @@ def _changes(config: Config) -> dict[str, tuple[str, ...]]:
     for nodes in dict.fromkeys((fewest // 2, 1)):
         with contextlib.suppress(ConfigError):
             if 0 < nodes < fewest:
-                checks.validate(replace(config, launch=replace(launch, nodes=nodes)))
+                checks.validate(with_launch(config, nodes=nodes))
                 changes[f"--nodes {nodes}"] = (f"--nodes={nodes + launch.spare_nodes}",)
     for minutes in (launch.time_min // 2, launch.time_min // 8):
         if 60 * minutes > 2 * launch.signal_delay_s:

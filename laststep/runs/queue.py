@@ -74,18 +74,12 @@ class Queue:
         users = {os.getuid(), *owners} - unknown
         if shutil.which("squeue") is None:
             return cls(at, {}, unknown_owners=unknown)
-        command = [
-            "squeue",
-            "--noheader",
-            "--array",
-            f"--user={','.join(map(str, sorted(users)))}",
-            f"--format={SEPARATOR.join(FIELDS)}",
-        ]
+        of_users, form = f"--user={','.join(map(str, sorted(users)))}", f"--format={SEPARATOR.join(FIELDS)}"
         try:
             check_conf()
         except SlurmError as error:
             return cls(at, None, problem=str(error))
-        if (answer := _answer_of(command)) is None:
+        if (answer := _answer_of(["squeue", "--noheader", "--array", of_users, form])) is None:
             return cls(at, None)
         jobs = (line.split(SEPARATOR) for line in answer.split("\n"))
         return cls(at, dict(_parse(*job) for job in jobs if len(job) == len(FIELDS)), unknown_owners=unknown)

@@ -33,7 +33,7 @@ from laststep.records.plan import read_plan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
-from laststep.say import command, note
+from laststep.say import command, listed, note
 
 # Keys added since the first version. A test reads a file of that version, and fails until a new key is listed here.
 LATER_KEYS = (
@@ -184,7 +184,7 @@ def _damage(run: RunDir, text: str, copy: Copy | None) -> str:
     added_later = LATER_KEYS if copy is None else missing_keys(copy.text)
     lost = [key for key in missing if key not in added_later]
     if lost:
-        return f"it lacks {', '.join(lost[:3])}{f' and {len(lost) - 3} more keys' if len(lost) > 3 else ''}"
+        return f"it lacks {listed(lost)}"
     return "it ends too early" if copy is not None and copy.text.startswith(text) else ""
 
 

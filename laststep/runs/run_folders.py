@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from laststep.config import secret
-from laststep.config.config import Config, find_config
+from laststep.config.config import Config, find_config, with_launch
 from laststep.config.errors import ConfigError, Unanswered, nearest
 from laststep.config.machine import Machine, Way
 from laststep.ranks.disk import Patience
@@ -58,7 +58,12 @@ def with_root_and_name(config: Config, stem: str) -> Config:
         while (root / name).exists():
             number += 1
             name = f"{base}-{number}"
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, root=str(root), name=name))
+    return with_launch(config, root=str(root), name=name)
+
+
+def folder_of(config: Config) -> RunDir:
+    """The folder of a run with this root and name."""
+    return RunDir(Path(config.launch.root) / str(config.launch.name))
 
 
 def with_absolute_data(config: Config) -> Config:
@@ -79,11 +84,10 @@ def check(config: Config, machine: Machine) -> None:
 
 def check_name_is_free(config: Config) -> None:
     """Raise ConfigError when a run of this name exists."""
-    name = config.launch.name
-    run = RunDir(Path(config.launch.root) / str(name))
+    run = folder_of(config)
     if run.path.exists():
         raise ConfigError(
-            f"launch.name={name}: this run exists; continue it with `{command(f'resume {typed(run)}')}`, "
+            f"launch.name={run.name}: this run exists; continue it with `{command(f'resume {typed(run)}')}`, "
             "or choose another name"
         )
 
@@ -124,9 +128,7 @@ def create(config: Config, given: Sequence[str] = ()) -> RunDir:
 
     Raises ConfigError when that fails for CREATE_S.
     """
-    assert config.launch.name is not None
-    root = Path(config.launch.root)
-    run = RunDir(root / config.launch.name)
+    root, run = Path(config.launch.root), folder_of(config)
     patience = Patience(CREATE_S, lambda text: print(f"WARNING: {text}", file=sys.stderr))
     try:
         patience.insist(lambda: check_writable(root))
@@ -177,7 +179,7 @@ def about_submission(run: RunDir) -> Submission:
         "process": here(),
         "command": secret.masked_words(sys.argv),
         "folder": str(working_folder(run)),
-        "version": version(),
+        "version": str(importlib.import_module("laststep").__version__),  # which imports this module
         "config": run.config.read_text(),
     }
 
@@ -187,11 +189,6 @@ def working_folder(run: RunDir) -> Path:
     current folder, if the run is new or that folder is gone."""
     first = next((line["folder"] for line in read_submissions(run.submissions) if "folder" in line), None)
     return Path(first) if first and os.path.isdir(first) else Path.cwd()
-
-
-def version() -> str:
-    """Laststep's version."""
-    return str(importlib.import_module("laststep").__version__)
 
 
 def site() -> str | None:
@@ -213,6 +210,11 @@ def runs_root(overrides: Sequence[str]) -> str:
     if not overrides and profile is None:
         return Config().launch.root  # the default, which needs no check
     return Config.load(None, overrides, profile).launch.root
+
+
+def root_among(words: Iterable[str]) -> str:
+    """`runs_root`, from `key=value` words that may set other keys, too."""
+    return runs_root([word for word in words if word.startswith("launch.root=")])
 
 
 def typed(run: RunDir) -> str:

@@ -251,11 +251,7 @@ def _find_job(
 
 
 def _state(
-    run: RunDir,
-    job: _RunJob,
-    submissions: Sequence[SubmissionRecord],
-    records: Sequence[AttemptRecord],
-    queue: Queue,
+    run: RunDir, job: _RunJob, submissions: Sequence[SubmissionRecord], records: Sequence[AttemptRecord], queue: Queue
 ) -> State:
     last = records[-1] if records else None
     if is_finished(submissions, records):
@@ -494,11 +490,7 @@ def split_time(
 
 
 def _waits_since(
-    job_id: str,
-    previous: AttemptRecord | None,
-    ended_at: float,
-    until: float,
-    submissions: Sequence[SubmissionRecord],
+    job_id: str, previous: AttemptRecord | None, ended_at: float, until: float, submissions: Sequence[SubmissionRecord]
 ) -> float:
     """When the wait for an attempt of this job began; before that the run was stopped."""
     submitted = min((line["time"] for line in submissions if line["job_id"] == job_id), default=None)

@@ -37,7 +37,7 @@ TRIES = 5  # a run that is training may delete the checkpoint that is being copi
 
 def find_source(name: str, overrides: Sequence[str]) -> tuple[RunDir, int | None]:
     """The run to branch off, by its name or folder, and the step behind an `@`, if any. Raises ConfigError."""
-    root = run_folders.runs_root([word for word in overrides if word.startswith("launch.root=")])
+    root = run_folders.root_among(overrides)
     of, _, step = name.rpartition("@")
     if of and step.isdecimal():
         return run_folders.find_run(of, root), int(step)
@@ -72,46 +72,32 @@ def copy_state(source: RunDir, run: RunDir, step: int | None = None, of: RunDir 
 
     Raises ConfigError when there is none.
     """
-    if step is not None:
-        return _copy_checkpoint_of(step, of or source, source, run)
-    store, copies = CheckpointStore(source.checkpoints), CheckpointStore(run.checkpoints)
+    store, copies = CheckpointStore((of or source).checkpoints), CheckpointStore(run.checkpoints)
+    name = source.name if step is None else f"{source.name}@{step}"
     for _ in range(TRIES):
-        found = store.newest(warn=lambda text: print(f"WARNING: {source.name}: {text}", file=sys.stderr))
-        if found is None:
-            break
+        if (begin := step) is None:
+            found = store.newest(warn=lambda text: print(f"WARNING: {source.name}: {text}", file=sys.stderr))
+            if found is None:
+                break
+            begin = found.step
         try:
-            with store.reading(found.step):
-                shutil.copytree(store.path(found.step), copies.path(found.step))
-            copies.verify(found.step)
-            for path in (*copies.path(found.step).rglob("*"), copies.path(found.step), copies.folder):
+            with store.reading(begin):
+                shutil.copytree(store.path(begin), copies.path(begin))
+            copies.verify(begin)
+            for path in (*copies.path(begin).rglob("*"), copies.path(begin), copies.folder):
                 fsync(path)
         except CheckpointGone:
             shutil.rmtree(run.checkpoints, ignore_errors=True)
             continue
         except (OSError, CheckpointError) as error:
-            raise ConfigError(f"--from {source.name}: its checkpoint cannot be copied: {error}") from None
-        _copy_metrics(source, run, found.step)
+            raise ConfigError(f"--from {name}: its checkpoint cannot be copied: {error}") from None
+        _copy_metrics(source, run, begin)
         if source.secrets.exists() and not run.secrets.exists():
             with contextlib.suppress(OSError):
                 shutil.copy2(source.secrets, run.secrets)
-        print(f"from   {source.name}, step {found.step}")
-        return found.step
-    raise ConfigError(f"--from {source.name}: no intact checkpoint could be read")
-
-
-def _copy_checkpoint_of(step: int, of: RunDir, source: RunDir, run: RunDir) -> int:
-    store, copies = CheckpointStore(of.checkpoints), CheckpointStore(run.checkpoints)
-    try:
-        with store.reading(step):
-            shutil.copytree(store.path(step), copies.path(step))
-        copies.verify(step)
-        for path in (*copies.path(step).rglob("*"), copies.path(step), copies.folder):
-            fsync(path)
-    except (OSError, CheckpointError) as error:
-        raise ConfigError(f"--from {source.name}@{step}: its checkpoint cannot be copied: {error}") from None
-    _copy_metrics(source, run, step)
-    print(f"from   {source.name}, step {step}")
-    return step
+        print(f"from   {source.name}, step {begin}")
+        return begin
+    raise ConfigError(f"--from {name}: no intact checkpoint could be read")
 
 
 def _copy_metrics(source: RunDir, run: RunDir, step: int) -> None:

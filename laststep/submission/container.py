@@ -8,7 +8,6 @@ nothing of the environment is passed on (`--cleanenv`).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -16,12 +15,12 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine
 from laststep.ranks import slurm
 from laststep.rundir import RunDir
-from laststep.runs.run_folders import working_folder
+from laststep.runs.run_folders import folder_of, working_folder
 
 SQUASH = ".sqsh"  # Enroot's images, which Pyxis starts
 # In a job's shell and its ranks: the names of the variables that must reach the inside.
@@ -51,7 +50,7 @@ def check(config: Config, machine: Machine) -> None:
         raise ConfigError(f"{given}: there is no {path}")
     if machine.submits:
         runtime(image)
-    for folder in mounts(config, RunDir(Path(config.launch.root) / str(config.launch.name))):
+    for folder in mounts(config, folder_of(config)):
         if set(",:") & set(str(folder)):
             raise ConfigError(f"{given}: {folder} cannot be mounted: its path has a comma or a colon")
 
@@ -61,7 +60,7 @@ def with_absolute_image(config: Config) -> Config:
     if config.launch.container is None:
         return config
     path = os.path.abspath(os.path.expanduser(config.launch.container))
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, container=path))
+    return with_launch(config, container=path)
 
 
 def runtime(image: str) -> str:

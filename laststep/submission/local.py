@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from laststep import rooms, say
 from laststep.attempt import user_error
@@ -27,11 +27,12 @@ from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.schema import COMMAND
+from laststep.config.schema import COMMAND, Launch
+from laststep.ranks import slurm
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, die_with_parent, next_signal, session, started
-from laststep.ranks.slurm import SlurmError, own_nodes
+from laststep.ranks.slurm import ON_NODES, SHELL_WORDS, SlurmError, own_nodes
 from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
@@ -39,7 +40,6 @@ from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog, print_cause
-from laststep.submission import allocation
 from laststep.trainer import Trainer
 
 POLL_S = 0.05
@@ -48,13 +48,23 @@ REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
 # After one rank has ended, the others have this long to notice, to save their state and to exit.
 GRACE_S = 60.0
 REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
+# What an srun gives up after, once the first of its tasks has ended, see GRACE_S.
+WAIT_S = 60
+# In each task: it is a rank of --local, on one of these nodes. Slurm's other variables would contradict that.
+AS_LOCAL = (
+    f"export {ON_NODES}=1 SUBMITIT_LOCAL_GLOBALID=$SLURM_PROCID SUBMITIT_LOCAL_LOCALID=$SLURM_LOCALID "
+    "SUBMITIT_LOCAL_NODEID=$SLURM_NODEID; for name in ${!SLURM_*} ${!SRUN_*} " + SHELL_WORDS + "; do "
+    "case $name in SLURM_STEP_NODELIST|SLURM_LAUNCH_NODE_IPADDR) ;; *) unset $name;; esac; done; "
+    'unset name; exec "$@"'
+)
 
 
 class LocalRanks:
     """The ranks of a run on this machine, each with its supervisor, which starts it again after a fault.
 
     Where no rank is left to record the end, this does what the batch shell does in a job: it records the end, and
-    starts the supervisors again. The ranks write their logs themselves.
+    starts the supervisors again. The ranks write their logs themselves. In `laststep shell` they are on its nodes: one
+    srun starts all supervisors, and scancel signals them.
     """
 
     def __init__(self, config: Config, run: RunDir) -> None:
@@ -111,16 +121,13 @@ class LocalRanks:
         # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
         command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
         if self._nodes:
-            words = allocation.srun(launch, self._run, self.job_id, folder, command)
-            with self.logs[0].open("ab") as output:
-                self._ranks.append(started(partial(_popen, words, folder, common, output), FORK_S))
-            return
+            words = _srun(launch, self._run, self.job_id, folder, command)
+            return self._ranks.append(_process(words, folder, common, self.logs[0]))
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank, log in enumerate(self.logs):
                 environment = {**common, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)}
-                with log.open("ab") as output:
-                    self._ranks.append(started(partial(_popen, command, folder, environment, output), FORK_S))
+                self._ranks.append(_process(command, folder, environment, log))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
@@ -181,16 +188,21 @@ class LocalRanks:
             _send(self._ranks, number)
 
     def _send_to_nodes(self, number: signal.Signals) -> None:
+        """Stop all ranks that srun has started, or kill them. For them SIGTERM is Slurm's: it ends the allocation."""
+        job = os.environ["SLURM_JOB_ID"]
         try:
-            began = allocation.send(self.job_id, number)
+            shown = slurm.command("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i %j").splitlines()
+            steps = [step.split()[0] for step in shown if step.split()[1:] == [self.job_id]]
+            for step in steps:
+                slurm.command("scancel", f"--signal={'KILL' if number == signal.SIGKILL else 'INT'}", step)
         except SlurmError as error:
             return _say(f"not signalled: {error}; press Ctrl-C again")
-        if not began or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
+        if not steps or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
             _send(self._ranks, signal.SIGTERM)
 
     def codes(self) -> list[int]:
         """Their exit statuses, once they have ended."""
-        return [allocation.exit_status(rank.returncode) if self._nodes else rank.returncode for rank in self._ranks]
+        return [_exit_status(rank.returncode) if self._nodes else rank.returncode for rank in self._ranks]
 
     def status(self) -> int:
         """The attempt's exit status: a refused configuration (2) wins over the failures that followed from it."""
@@ -324,7 +336,7 @@ def train_here(config: Config, run: RunDir) -> str | None:
 def run_debug(config: Config) -> int:
     """Run one rank in this process; an error opens the post-mortem debugger where it was raised. Returns the exit
     status."""
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
+    run = run_folders.folder_of(config)
     folder = run_folders.working_folder(run)
     run_folders.record_submission(run, detect_world().job_id)
     os.chdir(folder)
@@ -346,16 +358,31 @@ def run_debug(config: Config) -> int:
     return 0
 
 
-def _popen(command: list[str], folder: Path, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-    )
+def _srun(launch: Launch, run: RunDir, job_id: str, folder: Path, supervisor: Sequence[str]) -> list[str]:
+    """The command that starts the supervisors of all ranks. It ends with the largest of their exit statuses."""
+    nodes, each = launch.node_counts[0], launch.ranks_per_node
+    ends_with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    return [
+        *ends_with_us,
+        *("srun", "--unbuffered", f"--job-name={job_id}", f"--nodes={nodes}", f"--ntasks={nodes * each}"),
+        *(f"--ntasks-per-node={each}", f"--cpus-per-task={launch.cpus_per_task}", "--distribution=block"),
+        # They know when to leave.
+        *("--kill-on-bad-exit=0", f"--wait={WAIT_S}", "--overlap", "--mem=0", f"--chdir={folder}"),
+        *(f"--output={run.logs}/{job_id}_%t_log.out", "--open-mode=append", *launch.srun),
+        *("bash", "-c", AS_LOCAL, "bash", *supervisor),
+    ]
+
+
+def _exit_status(code: int) -> int:
+    """The exit status of srun as that of the rank: negative for one that a signal killed. Those of a stop stay."""
+    return 128 - code if code > 128 and code - 128 not in STOP_SIGNALS else code
+
+
+def _process(command: list[str], folder: Path, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with its output in a log. Raises OSError."""
+    how: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True, "stdin": subprocess.DEVNULL}
+    with log.open("ab") as output:
+        return started(lambda: subprocess.Popen(command, stdout=output, stderr=output, **how), FORK_S)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -30,7 +30,7 @@ from laststep import compat, say, script
 from laststep.code import uv
 from laststep.code.code_copy import origin_of, python_path, script_in
 from laststep.config.checks import nodes_for
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
 from laststep.job import nodes
@@ -74,15 +74,13 @@ def run_executor(config: Config, run: RunDir, tag: str = "", link: Link | None =
     """The executor for the ranks of a run. `tag` is for the job's comment, by which the run knows its job."""
     # A rank that fails ends the others, even if they are stuck; at a stop every rank but 0 exits 0, see Stopped.
     srun_args = ["--kill-on-bad-exit=1"]
-    options: dict[str, Any] = {"requeue": True}
-    if config.launch.chooses_nodes:
-        options["no-kill"] = True  # a node that dies does not end the job
+    # With no-kill, a node that dies does not end the job.
+    options = {"requeue": True, **({"no-kill": True} if config.launch.chooses_nodes else {})}
     first, last = after_ranks(run, config.launch), start_again(run, config.launch)
     if link is not None:
         first = [*first, *_in_chain(run, config.launch, link.chain)]
     if link is not None and link.after is not None:  # what the user had the first job wait for is over then
-        slurm = {**config.launch.slurm, "dependency": f"afterany:{link.after}"}
-        config = replace(config, launch=replace(config.launch, slurm=slurm))
+        config = with_launch(config, slurm={**config.launch.slurm, "dependency": f"afterany:{link.after}"})
     executor = job_executor(config, run, first=first, last=last, srun_args=srun_args, options=options, tag=tag)
     executor.python += " -u -m laststep.job.supervisor"  # which starts the rank
     if exclude := nodes.excluded_at_submission(run, config.launch):
@@ -105,22 +103,8 @@ def job_executor(
     `first` holds the first lines of its batch shell, `last` the last ones before srun, `options` further options of
     sbatch, by name.
     """
-    launch, setup = config.launch, list(first)
+    launch = config.launch
     executor = SbatchExecutor(folder=run.logs, max_num_timeout=NO_LIMIT, python=_python_of_ranks(config, run))
-    if launch.chooses_nodes:
-        # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
-        # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
-        options = {**options, "nodes": launch.job_nodes, "mincpus": launch.ranks_per_node * launch.cpus_per_task}
-        setup = [*setup, *rank_count(launch, nodes_for(config.train.shares, launch))]
-    folder = run_folders.working_folder(run)
-    if folder != Path.cwd():  # a run that is resumed from elsewhere
-        options = {**options, "chdir": folder}
-    slurm = {option: value for option, value in launch.slurm.items() if value is not None}
-    if launch.least_time_min is not None:
-        slurm["time-min"] = launch.least_time_min
-    if tag:
-        slurm["comment"] = f"{slurm.get('comment') or ''} {tag}".strip()
-        setup = [*setup, f"export {TAG_VARIABLE}={tag}"]
     optional: dict[str, Any] = {
         "partition": launch.partition,
         "account": launch.account,
@@ -132,21 +116,13 @@ def job_executor(
         "gpus_per_node": None if launch.gpus_in_slurm else launch.gpus_per_node or None,
         "mem": None if launch.mem_gb is None else f"{max(1, round(1024 * launch.mem_gb))}MB",
     }
-    variables = environment(config, run)
     executor.update_parameters(
         job_name=run.name,
         nodes=launch.node_counts[0],
         cpus_per_task=launch.cpus_per_task,
         time=launch.time_min,
         signal_delay_s=launch.signal_delay_s,
-        setup=[
-            *setup,
-            *container.before_setup(config),
-            *(f"export {name}={quote(value)}" for name, value in variables.items()),
-            *user_setup(launch),
-            *container.after_setup(config, variables),
-            *last,
-        ],
+        setup=_shell_lines(config, run, first, last, tag),
         # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task (man srun). --chdir: `python -m` searches
         # the current folder first, see Trainer.
         srun_args=[
@@ -157,10 +133,43 @@ def job_executor(
             *launch.srun,
         ],
         stderr_to_stdout=True,
-        additional_parameters={**options, **slurm},
+        additional_parameters=_further_options(config, run, options, tag),
         **{key: value for key, value in optional.items() if value is not None},
     )
     return executor
+
+
+def _shell_lines(config: Config, run: RunDir, first: Sequence[str], last: Sequence[str], tag: str) -> list[str]:
+    """The batch shell's lines before srun."""
+    launch, variables = config.launch, environment(config, run)
+    return [
+        *first,
+        *(rank_count(launch, nodes_for(config.train.shares, launch)) if launch.chooses_nodes else []),
+        *([f"export {TAG_VARIABLE}={tag}"] if tag else []),
+        *container.before_setup(config),
+        *(f"export {name}={quote(value)}" for name, value in variables.items()),
+        *user_setup(launch),
+        *container.after_setup(config, variables),
+        *last,
+    ]
+
+
+def _further_options(config: Config, run: RunDir, options: Mapping[str, Any], tag: str) -> dict[str, Any]:
+    """sbatch's options for which submitit has no word: these `options`, what Laststep needs, and the user's own."""
+    launch, found = config.launch, dict(options)
+    if launch.chooses_nodes:
+        # With --ntasks-per-node, Slurm 22.05 would never start the job on fewer nodes again, see docs/design.md. So
+        # the job asks for the CPUs of that many ranks, and its shell passes the number of ranks to srun.
+        found |= {"nodes": launch.job_nodes, "mincpus": launch.ranks_per_node * launch.cpus_per_task}
+    folder = run_folders.working_folder(run)
+    if folder != Path.cwd():  # a run that is resumed from elsewhere
+        found["chdir"] = folder
+    found |= {option: value for option, value in launch.slurm.items() if value is not None}
+    if launch.least_time_min is not None:
+        found["time-min"] = launch.least_time_min
+    if tag:
+        found["comment"] = f"{found.get('comment') or ''} {tag}".strip()
+    return found
 
 
 # How long the ranks that survived a node may take to end once the end is recorded. Then srun is killed, and they too.
@@ -517,6 +526,16 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def throwaway_folder(verb: str) -> Iterator[Path]:
+    """A folder that is removed however the command ends."""
+    with (
+        ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix=f"laststep-{verb}-", ignore_cleanup_errors=True) as folder,
+    ):
+        yield Path(folder)
 
 
 @contextlib.contextmanager

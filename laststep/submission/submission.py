@@ -34,7 +34,7 @@ from laststep import rooms, script
 from laststep.checkpoint.store import CheckpointStore
 from laststep.code import code_copy, task_check, uv
 from laststep.config import checks, secret
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError, Unanswered
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import COMMAND, READY_MADE, without_gpus
@@ -42,7 +42,7 @@ from laststep.ranks.slurm import EXPEDITE, cluster_settings, is_silent, most_in_
 from laststep.records.submissions import Submission, read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import pending, run_folders, unanswered, weights_source
-from laststep.runs.run_folders import short, typed
+from laststep.runs.run_folders import folder_of, short, typed
 from laststep.say import command, counted, note
 from laststep.submission import container, machine_checks, sbatch
 from laststep.tasks import ready_made
@@ -110,7 +110,7 @@ def _for_cluster(config: Config) -> Config:
     if cluster.expedites and not {"requeue", "no-requeue", "no_requeue"} & slurm.keys():
         slurm["requeue"] = EXPEDITE
     grace_s = cluster.kill_wait_s if launch.grace_s is None else launch.grace_s
-    return dataclasses.replace(config, launch=dataclasses.replace(launch, grace_s=grace_s, slurm=slurm))
+    return with_launch(config, grace_s=grace_s, slurm=slurm)
 
 
 class ReadyRun(NamedTuple):
@@ -158,11 +158,9 @@ def _behind(config: Config, jobs: Sequence[SlurmJob[dict[str, float]]]) -> Confi
     at a time than each may."""
     if not jobs:
         return config
-    slurm = dict(config.launch.slurm)
-    slurm["dependency"] = ",".join(
-        filter(None, [slurm.get("dependency"), f"afterany:{jobs[-1].job_id.partition('_')[0]}"])
-    )
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
+    last, slurm = jobs[-1].job_id.partition("_")[0], config.launch.slurm
+    after = ",".join(filter(None, [slurm.get("dependency"), f"afterany:{last}"]))
+    return with_launch(config, slurm={**slurm, "dependency": after})
 
 
 class _Wait:
@@ -327,10 +325,9 @@ def what_trains(config: Config, source: str | None) -> str:
 def show(config: Config, source: str | None = None, here: bool = False) -> int:
     """--dry-run: print the configuration and the sbatch script, which `here`, with --local, does not exist; returns the
     exit status. `source`: see `start`."""
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
     if source is not None:
         print(f"# {what_trains(config, source)}")
-    print(f"# {short(run.config)}\n{config.to_yaml()}")
+    print(f"# {short(folder_of(config).config)}\n{config.to_yaml()}")
     if here:
         print(f"# {counted(config.launch.world_size, 'rank')} on this machine")
         return 0
@@ -339,9 +336,8 @@ def show(config: Config, source: str | None = None, here: bool = False) -> int:
 
 def show_script(config: Config) -> int:
     """Print the sbatch script; returns the exit status."""
-    run = RunDir(Path(config.launch.root) / str(config.launch.name))
     link = sbatch.Link(new_tag()) if config.launch.chain > 1 else None
-    script = sbatch.run_executor(config, run, link=link).script()
+    script = sbatch.run_executor(config, folder_of(config), link=link).script()
     print(f"# sbatch script\n{script}")
     if shutil.which("sbatch") and not is_silent():
         for line in pending.forecast(script, config):
@@ -354,57 +350,64 @@ def start(config: Config, run: RunDir, way: Way, source: str | None = None, know
 
     `source`: see `what_trains`; None for the run's own. `known`: see ReadyRun. Raises ConfigError when Slurm refuses.
     """
-    launch = config.launch
     what = what_trains(config, source or short(run.config))
     if way in (Way.DEBUG, Way.LOCAL):
-        from laststep.submission import local  # which takes a while to import, as `follow` does
-
         note(what, sys.stdout, indent=7)
-        if way is Way.DEBUG:
-            status = local.run_debug(config)
-        else:
-            nodes = own_nodes()
-            where = f"{counted(launch.node_counts[0], 'node')} of job {nodes.job_id}" if nodes else "this machine"
-            ranks = f"ranks  {launch.world_size} on {where}"
-            print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
-            status = local.run_local(config, run)
-        if status == 0:
-            _print_result(run)
-        elif status == 1 and way is Way.DEBUG:
-            from laststep.runs.run_logs import print_cause
-
-            print_cause(run)
-        elif status > 128:
-            note(f"[laststep] {_how_far(run)}", sys.stdout)
-            print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
-        return status
-    from laststep.runs.run_status import StatusReader
-
+        return _start_here(config, run, way)
     before = len(read_submissions(run.submissions))
     (job,) = hand_over(run, config, [ReadyRun(run, config, known)])
     note(what, sys.stdout, indent=7)
-    print(f"run    {run.name}")
-    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
-    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
-    behind = len(read_submissions(run.submissions)) - before - 1
-    print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
-    print(f"folder {short(run.path)}")
-    print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
-    name = typed(run)
-    for verb in ("logs -f", "status", "cancel"):
-        print(f"next   {command(f'{verb} {name}')}", flush=True)
-    if warning := pending.may_never_start(*StatusReader().read([run])):
-        note(f"[laststep] WARNING: {warning}")
-    elif ahead := pending.reserved_ahead(config):
-        note(f"[laststep] {ahead}")
+    _print_job(config, run, job, behind=len(read_submissions(run.submissions)) - before - 1)
     if way is not Way.FOLLOW:
         return 0
-    from laststep.runs.run_logs import follow
+    from laststep.runs.run_logs import follow  # which takes a while to import, as `local` does
 
     status = follow(run, job.task(0))  # type: ignore[arg-type]
     if status == 0:
         _print_result(run)
     return status
+
+
+def _start_here(config: Config, run: RunDir, way: Way) -> int:
+    """`start` for --local and --debug."""
+    from laststep.runs.run_logs import print_cause
+    from laststep.submission import local
+
+    if way is Way.DEBUG:
+        status = local.run_debug(config)
+    else:
+        nodes = own_nodes()
+        where = f"{counted(config.launch.node_counts[0], 'node')} of job {nodes.job_id}" if nodes else "this machine"
+        ranks = f"ranks  {config.launch.world_size} on {where}"
+        print(f"run    {run.name}\n{ranks}\nfolder {short(run.path)}", flush=True)
+        status = local.run_local(config, run)
+    if status == 0:
+        _print_result(run)
+    elif status == 1 and way is Way.DEBUG:
+        print_cause(run)
+    elif status > 128:
+        note(f"[laststep] {_how_far(run)}", sys.stdout)
+        print(f"next   {command(f'resume {typed(run)} --{way.value}')}")
+    return status
+
+
+def _print_job(config: Config, run: RunDir, job: SlurmJob[dict[str, float]], behind: int) -> None:
+    """What was submitted, with this many jobs of its chain behind it, what to type next, and why it may wait long."""
+    from laststep.runs.run_status import StatusReader
+
+    launch = config.launch
+    spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
+    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
+    print(f"run    {run.name}")
+    print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
+    print(f"folder {short(run.path)}")
+    print(f"log    {short(job.task(0).paths.stdout)} (rank 0)")
+    for verb in ("logs -f", "status", "cancel"):
+        print(f"next   {command(f'{verb} {typed(run)}')}", flush=True)
+    if warning := pending.may_never_start(*StatusReader().read([run])):
+        note(f"[laststep] WARNING: {warning}")
+    elif ahead := pending.reserved_ahead(config):
+        note(f"[laststep] {ahead}")
 
 
 def _print_result(run: RunDir) -> None:

@@ -65,30 +65,21 @@ class Change(dict[str, Any]):
 def combinations(words: Iterable[str], script: Sequence[str] = ()) -> list[Change]:
     """Every combination of the values in `key=v1,v2` and `key=0..4` words, and in the marked words of a script. Raises
     ConfigError."""
-    choices: list[list[tuple[str, str]]] = []
+    keys, choices = list[str](), list[list[Change]]()
     for word in words:
         key, _, text = word.partition("=")
-        choices.append([(key, str(value)) for piece in _split(text) for value in _range(word, piece)])
+        keys.append(key)
+        choices.append([_parsed(key, value) for value in _values(word, text)])
     names = labels(script)
     for number, name in names.items():
-        text = script[number].partition("@")[2]
-        choices.append([(name, str(value)) for piece in _split(text) for value in _range(script[number], piece)])
-    keys = [texts[0][0] for texts in choices]
+        before, _, text = script[number].partition("@")
+        keys.append(name)
+        choices.append([Change({name: each}, words={number: before + each}) for each in _values(script[number], text)])
     if twice := [name for name in names.values() if keys.count(name) > 1]:
         raise ConfigError(f"{twice[0]}: two of what varies go by this name, and so would the runs; leave one out")
     if (count := math.prod(map(len, choices))) > MOST_RUNS:
         raise ConfigError(f"{count} combinations: a sweep has at most {MOST_RUNS}")
-    of_script = {name: (number, script[number].partition("@")[0]) for number, name in names.items()}
-    parsed = [
-        [
-            Change({key: text}, words={of_script[key][0]: of_script[key][1] + text})
-            if key in of_script
-            else _parsed(key, text)
-            for key, text in texts
-        ]
-        for texts in choices
-    ]
-    return [functools.reduce(operator.or_, chosen, Change({})) for chosen in itertools.product(*parsed)]
+    return [functools.reduce(operator.or_, chosen, Change({})) for chosen in itertools.product(*choices)]
 
 
 MARKED = re.compile(r"(?:-*([\w.-]+)=)?@(.+)", re.DOTALL)
@@ -141,7 +132,7 @@ class Submitted(NamedTuple):
 def plan(config: Config, changes: Sequence[Change]) -> dict[str, tuple[Config, str]]:
     """The configuration of each run of the sweep `config.launch.name`, and its text, by the run's name. Raises
     ConfigError for one that cannot work."""
-    sweep = RunDir(Path(config.launch.root) / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     if sweep.config.exists():
         raise ConfigError(f"launch.name={sweep.name}: a run has this name; choose another for the sweep")
     names = [_name(sweep, change) for change in changes]
@@ -173,7 +164,7 @@ def submit_missing(
     """
     planned = plan(config, changes)
     root, names = Path(config.launch.root), list(planned)
-    sweep = RunDir(root / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     existing, missing = _existing_and_missing(root, planned)
     if not missing:
         return Submitted(None, [], len(names))
@@ -229,7 +220,7 @@ def run_here(
     """
     planned = plan(config, changes)
     root, typed = Path(config.launch.root), dict(zip(planned, changes))
-    sweep = RunDir(root / str(config.launch.name))
+    sweep = run_folders.folder_of(config)
     existing, missing = _existing_and_missing(root, planned)
     print(
         f"sweep  {sweep.name}: {counted(len(planned), 'run')}, {len(missing)} to do, one after another on this machine"
@@ -339,16 +330,20 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _range(word: str, text: str) -> Sequence[object]:
-    """The values of one part: those of a range such as 0..4, else the part itself."""
-    found = RANGE.fullmatch(text)
-    if not found:
-        if not text:
+def _values(word: str, text: str) -> list[str]:
+    """The values that the text of a word gives: the parts between its commas, and all of a range such as 0..4. Raises
+    ConfigError."""
+    found: list[str] = []
+    for part in _split(text):
+        if not part:
             raise ConfigError(f"{word}: a value is missing")
-        return [text]
-    first, last = map(int, found.groups())
-    if first > last:
-        raise ConfigError(f"{word}: {text} is empty; the smaller number comes first")
-    if last - first >= MOST_RUNS:
-        raise ConfigError(f"{word}: {last - first + 1} combinations: a sweep has at most {MOST_RUNS}")
-    return range(first, last + 1)
+        if not (ends := RANGE.fullmatch(part)):
+            found.append(part)
+            continue
+        first, last = map(int, ends.groups())
+        if first > last:
+            raise ConfigError(f"{word}: {part} is empty; the smaller number comes first")
+        if last - first >= MOST_RUNS:
+            raise ConfigError(f"{word}: {last - first + 1} combinations: a sweep has at most {MOST_RUNS}")
+        found += map(str, range(first, last + 1))
+    return found

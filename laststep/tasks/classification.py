@@ -11,8 +11,7 @@ from torch.utils.data import Dataset
 
 from laststep.config.config import Config
 from laststep.data.catalog import DATASETS
-from laststep.data.datasets import open_datasets, prepare_data
-from laststep.data.image_files import decode_batch
+from laststep.data.datasets import decode_batch, open_datasets, prepare_data
 from laststep.data.pixels import normalized
 from laststep.task import Task
 from laststep.tasks.models import build_model

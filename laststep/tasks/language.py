@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 from laststep.config.config import Config
-from laststep.data.tokenizer import Tokens
-from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture
+from laststep.data.tokens import TRAIN, VALIDATION, Corpus, Mixture, Tokens
 from laststep.optim.build import make_optimizer
 from laststep.task import Task
 from laststep.tasks.decoder import Decoder

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from laststep.observe.progress import duration
 from laststep.ranks.beside import Beside
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.metrics import last_lines, parsed, place_of
+from laststep.records.progress import duration
 from laststep.rundir import RunDir
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -172,7 +172,7 @@ def line_at(path: Path, at: float) -> Mapping[str, Any]:
     """The last line that was written by then; empty before the first. A long file is searched by bisection."""
     found: Mapping[str, Any] = {}
     with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(place_of(file, "time", at))
+        file.seek(place_of(file, at, "time"))
         for line in parsed(file):
             if line.get("time", 0.0) > at:
                 break

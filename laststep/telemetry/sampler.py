@@ -20,14 +20,13 @@ from typing import Any
 from laststep.attempt.preflight import load_nvml
 from laststep.compat import event_file_parts
 from laststep.config.errors import ConfigError
-from laststep.observe.tensorboard_writer import framed
-from laststep.ranks import signpost
-from laststep.ranks.beside import SAY
+from laststep.ranks.beside import SAY, read_signpost
 from laststep.ranks.launchers import detect_world
 from laststep.ranks.world import hostname
 from laststep.records.append_only import append, append_line
 from laststep.records.attempt_record import read_attempts
 from laststep.records.metrics import last_lines, newest_step
+from laststep.records.tensorboard_writer import framed
 from laststep.rundir import RunDir
 from laststep.say import say
 from laststep.telemetry import readings
@@ -80,7 +79,7 @@ class Sampler:
         self._taken.append(gpus)
         for before, now in zip(last[1], gpus):
             self._count(before, now, seconds)
-        if what := signpost.read(self._run.path):
+        if what := read_signpost(self._run.path):
             self._doing[what] += 1
         if at - self._since >= LINE_S - SAMPLE_S / 2:
             line = self._line(at, host, gpus)

@@ -44,7 +44,7 @@ class Machines:
         node = path.stem.replace(".", "_")  # trackers read a dot as a part of a part
         with path.open("rb") as file:
             if path not in self._offsets:
-                self._offsets[path] = place_of(file, "time", self._known.get(node, 0.0))
+                self._offsets[path] = place_of(file, self._known.get(node, 0.0), "time")
             file.seek(self._offsets[path])
             given = 0
             while given < LINES and (line := file.readline()).endswith(b"\n"):

@@ -157,7 +157,7 @@ class Lines:
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
-                self._inode, self._offset, self._step = found.st_ino, place_of(file, "step", step), -1
+                self._inode, self._offset, self._step = found.st_ino, place_of(file, step), -1
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)

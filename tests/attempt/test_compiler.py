@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.compat import compiler
+from laststep import compat
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch/_inductor/runtime/cache_dir_utils.py
 
@@ -16,10 +16,10 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch/_inductor/runtime/cache_dir_utils.py
 def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the run's folder, where the next attempt finds it on any node, unless the user has chosen another place."""
     monkeypatch.setenv(CACHE, "/scratch/kernels")
-    compiler.cache_in(tmp_path / "compiled")
+    compat.cache_in(tmp_path / "compiled")
     assert os.environ[CACHE] == "/scratch/kernels"
     monkeypatch.delenv(CACHE)
-    compiler.cache_in(tmp_path / "compiled")
+    compat.cache_in(tmp_path / "compiled")
     assert Path(os.environ[CACHE]).parent == tmp_path / "compiled"
 
 
@@ -30,6 +30,6 @@ def test_compiled_code_where_locks_do_not_work(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.delenv(CACHE, raising=False)
-    monkeypatch.setattr("laststep.compat.compiler.fcntl.flock", flock)
-    compiler.cache_in(tmp_path / "compiled")
+    monkeypatch.setattr("fcntl.flock", flock)
+    compat.cache_in(tmp_path / "compiled")
     assert CACHE not in os.environ

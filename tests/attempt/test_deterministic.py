@@ -127,7 +127,7 @@ A_RANK = """
 import os, sys
 from unittest import mock
 from laststep.attempt import start
-from laststep.compat.compiler import compile_each_shape
+from laststep.compat import compile_each_shape
 compile_each_shape(print)
 from laststep.config.config import Config
 from laststep.ranks.device import set_up_device

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from laststep.attempt import grace
+from laststep.attempt.ending import AttemptState
 from laststep.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
-from laststep.attempt.state import AttemptState
 from laststep.config.schema import Launch
 from laststep.ranks.process import SIGNALLED, Signals
 from laststep.ranks.slurm import NEVER, Job, KillLimits

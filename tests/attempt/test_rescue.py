@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from laststep.attempt import end_by_fault as rescuer
 from laststep.attempt.end_by_fault import EndByFault, Rescuer, blamed_hosts
-from laststep.attempt.grace import SHELL_KILLED, Ending, GracePeriod
+from laststep.attempt.ending import AttemptState
+from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue import Rescue, write_fields
 from laststep.attempt.rescue_plan import Holding, Plan, Survivor
-from laststep.attempt.state import AttemptState
+from laststep.attempt.restart import SHELL_KILLED, Ending
 from laststep.checkpoint import files
 from laststep.checkpoint.store import CheckpointStore
 from laststep.cli.verify import inspect

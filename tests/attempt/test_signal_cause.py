@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from laststep.attempt.grace import EARLY_S, Ending, ending, judge
-from laststep.ranks.slurm import cluster_settings, kill_limits, kill_wait_s
+from laststep.attempt.restart import EARLY_S, Ending, ending, judge
+from laststep.ranks.slurm import cluster_settings, kill_limits
 from laststep.ranks.world import World
 from tests.support.records import a_world
 
@@ -134,7 +134,7 @@ def test_kill_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time for saving is the cluster's own setting, one of some 200 lines."""
     shown = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 45 sec\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, shown, ""))
-    assert kill_wait_s() == 45
+    assert cluster_settings().kill_wait_s == 45
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_kill_wait_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Slurm, or without an answer from it, the setting is unknown."""
     refused = subprocess.CompletedProcess([], 1, "", "slurm_load_ctl_conf error: Unable to contact slurm controller\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
-    assert kill_wait_s() is None
+    assert cluster_settings().kill_wait_s is None
 
 
 def test_a_node_whose_clock_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ import pytest
 
 from laststep.attempt import end_by_fault
 from laststep.attempt.end_by_fault import EndByFault, Rescuer
+from laststep.attempt.ending import AttemptState
 from laststep.attempt.grace import GracePeriod
 from laststep.attempt.rescue_plan import Assignment, Plan
-from laststep.attempt.state import AttemptState
 from laststep.checkpoint.files import Stripe
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config

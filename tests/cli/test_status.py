@@ -15,7 +15,7 @@ from rich.text import Text
 
 from laststep.cli.main import main
 from laststep.cli.status_tables import Column, FittedTable
-from laststep.observe.progress import duration
+from laststep.records.progress import duration
 from laststep.rundir import RunDir
 from tests.support.commands import Screen, fake_squeue, plain, refusal
 from tests.support.project import PROJECT

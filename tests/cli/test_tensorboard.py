@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from laststep.observe.tensorboard_writer import TensorBoard
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from tests.support.commands import begin, end, refusal
 from tests.support.project import PROJECT, read_until, wait_until

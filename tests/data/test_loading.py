@@ -29,9 +29,9 @@ from torchvision.transforms.v2 import functional as transforms
 
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.data import datasets, decoded_cache, loader
+from laststep.data import datasets, loader
 from laststep.data import loader as loader_module
-from laststep.data.image_files import ImageFiles, read_image
+from laststep.data.datasets import ImageFiles, read_image
 from laststep.data.loader import VALIDATION, LoaderFactory, TrainBatchKeys
 from laststep.data.order import Order, seed_generators
 from laststep.data.pixels import Augmentation, Images, normalized
@@ -502,8 +502,8 @@ def test_no_room_for_decoded_images(
     """A share of the disk is left to others, which one warning says. If the disk is full after all, training continues:
     the images are decoded each time, into the same samples."""
     task, images = cached
-    monkeypatch.setattr(decoded_cache, "SPARE_SHARE", 1.0)
-    monkeypatch.setattr(decoded_cache, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(datasets, "SPARE_SHARE", 1.0)
+    monkeypatch.setattr(datasets, "SPARE_BYTES", 1 << 60)
     without = samples(task, images, 0, 1)
     samples(task, images, 0, 1, workers=2)
     assert capfd.readouterr().out.count("has no room for more decoded images: the rest is decoded each time") == 1
@@ -558,7 +558,7 @@ def test_a_worker_dies_while_it_adds_an_image(cached: tuple[Classification, Imag
     task, images = cached
     expected = samples(task, images, 0, 1)
     assert images.decoded is not None and images.decoded._file is not None
-    size = decoded_cache._ENTRY.size
+    size = datasets._ENTRY.size
     entry = os.pread(images.decoded._file, size, size * 7)
     for written in range(1, size):
         os.pwrite(images.decoded._file, entry[:written] + bytes(size - written), size * 7)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from laststep.config.errors import ConfigError
-from laststep.data.streams import StepStream, StreamRecord
+from laststep.data.streams import StepStream, StreamOptions, StreamRecord
 
 CPU = torch.device("cpu")
 
@@ -102,15 +102,9 @@ def a_stream(
     source: Any, place: tuple[int, int] = (0, 1), record: StreamRecord | None = None, **options: Any
 ) -> StepStream:
     """A stream of batches of 4."""
-    chosen: dict[str, Any] = {
-        "batch_size": 4,
-        "shuffle": 0,
-        "collate": list,
-        "workers": 0,
-        "seed": 1,
-        "shares": None,
-    } | options
-    return StepStream(source, device=CPU, place=place, record=record, **chosen)
+    seed, shares = options.pop("seed", 1), options.pop("shares", None)
+    chosen: dict[str, Any] = {"batch_size": 4, "shuffle": 0, "collate": list, "workers": 0} | options
+    return StepStream(StreamOptions(source, **chosen), seed, CPU, place, shares, record)
 
 
 def take(stream: StepStream, steps: int) -> list[Any]:

@@ -17,8 +17,7 @@ from laststep.cli.main import main
 from laststep.config.errors import ConfigError
 from laststep.data import token_writer
 from laststep.data.token_writer import Piece, read_pieces
-from laststep.data.tokenizer import Bytes
-from laststep.data.tokens import TRAIN, VALIDATION, TokenFolder
+from laststep.data.tokens import TRAIN, VALIDATION, Bytes, TokenFolder
 from tests.support.needs import require_package
 from tests.support.project import PROJECT
 

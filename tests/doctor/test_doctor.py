@@ -21,13 +21,12 @@ from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
-from laststep.doctor import diagnosis, roll_call
+from laststep.doctor import diagnosis
 from laststep.doctor import greeting as hello
 from laststep.doctor.diagnosis import RunRoot, check_bad_nodes, check_gpus, check_run_root, mount_of
-from laststep.doctor.greeting import Greeting
-from laststep.doctor.roll_call import RollCall
-from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm, parse_config
-from laststep.ranks.slurm import parse_records
+from laststep.doctor.greeting import Greeting, RollCall
+from laststep.doctor.slurm_settings import SlurmSettings, check_gpu_binding, check_slurm
+from laststep.ranks.slurm import parse_config, parse_records
 from laststep.rundir import RunDir
 from tests.support.commands import REFUSING_SBATCH, files, refusal
 from tests.support.forked import forked_python
@@ -302,7 +301,7 @@ def test_ranks_say_hello(size: int, tmp_path: Path) -> None:
 def test_roll_call(slurm: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four ranks, one says hello, one fails, one is killed half way, and one does not start: each has its own
     reason."""
-    monkeypatch.setattr(roll_call, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(hello, "GIVE_UP_S", 0.0)
     call = RollCall(Config.load(None, ["launch.nodes=4"]))
     assert "#SBATCH --no-requeue" in (slurm / "submitted.sh").read_text()
     for rank in range(3):
@@ -346,7 +345,7 @@ def test_a_machine_without_slurm(
     monkeypatch.setattr(diagnosis, "MIN_FREE_GB", 0)  # the disk of the tests may be nearly full
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
-    assert "no Slurm on this machine" in said and "GPUs            none" in said
+    assert "no Slurm on this machine" in said and "GPUs              none" in said
     assert "nothing found that could break a run" in said
     assert "no Slurm on this machine" in refusal(["doctor", "--nodes", "3"], capfd, here)
 

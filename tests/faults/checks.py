@@ -13,7 +13,7 @@ from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.say import counted
 from tests.faults.plan import Loss
-from tests.observe.curves import expected, on_disk
+from tests.records.curves import expected, on_disk
 
 CLOCKS = ("time", "samples_per_s")
 NO_STEP = -1  # of an attempt that never began

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from laststep.observe.tensorboard_writer import TensorBoard
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
 from tests.faults.checks import Attempt, Seen, Undisturbed, check_curves, check_loss, check_run, lost_steps
 from tests.faults.faults import FAULTS, PROCESSES

@@ -19,7 +19,7 @@ from laststep.checkpoint.restore import read_newest
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.config import Config
-from laststep.data.image_files import ImageFiles, decode_batch
+from laststep.data.datasets import ImageFiles, decode_batch
 from laststep.data.loader import LoaderFactory
 from laststep.data.pixels import Augmentation, Images, normalized
 from laststep.doctor.greeting import measure
@@ -48,7 +48,7 @@ def train(learning: Learner, samples: int) -> list[float]:
     learning.warm_up(batch)
     losses = []
     for step in range(4):
-        learning.learn(step, [(batch, len(IMAGES))], samples)
+        learning.learn(step, [batch], [len(IMAGES)], samples)
         losses.append(learning.update()["loss"].item())
     return losses
 

@@ -24,7 +24,7 @@ from laststep.checkpoint.files import FileEntry
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest, shard_name
 from laststep.config.errors import ConfigError
 from laststep.config.schema import Launch
-from laststep.job.after_ranks import after_ranks, main
+from laststep.job.after_ranks import main
 from laststep.ranks import disk
 from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import RESTARTS as RESTARTS_VARIABLE
@@ -36,7 +36,7 @@ from laststep.records.attempt_record import Reason, read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt, lower_start_step, never_began
 from laststep.records.metrics import MetricsFile
 from laststep.rundir import RunDir
-from tests.support.commands import FakeSlurm
+from tests.support.commands import FakeSlurm, after_ranks
 from tests.support.disk import flock_fails, refusing
 from tests.support.records import a_world
 from tests.support.runs import config

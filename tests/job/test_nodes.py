@@ -17,12 +17,11 @@ import pytest
 from laststep.config.config import Config
 from laststep.config.schema import Launch
 from laststep.job import nodes
-from laststep.job.after_ranks import after_ranks
 from laststep.records.attempt_record import read_ended_attempts
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.rundir import RunDir
 from laststep.submission.sbatch import run_executor
-from tests.support.commands import FakeSlurm
+from tests.support.commands import FakeSlurm, after_ranks
 from tests.support.records import a_world
 
 FOUR = ("n1", "n2", "n3", "n4")

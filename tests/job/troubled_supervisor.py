@@ -61,7 +61,7 @@ if __name__ == "__main__":
     if trouble == "signalled":
         patched.write_answer = _write_answer
     elif trouble == "disk":
-        for name, number in (("stat", errno.ESTALE), ("write_text", errno.ENOSPC), ("replace", errno.EIO)):
+        for name, number in (("stat", errno.ESTALE), ("write_bytes", errno.ENOSPC), ("replace", errno.EIO)):
             setattr(Path, name, failing(getattr(Path, name), number, _in_run))
         patched.find_record = failing(patched.find_record, errno.ESTALE)
     else:

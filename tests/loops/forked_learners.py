@@ -64,7 +64,7 @@ def _steps(build: Callable[[], nn.Module], words: list[str], group: Group) -> Re
     cuts = [cut for share in shares for cut in share.chunk(config.train.accumulate)]
     measured = []
     for step in range(4):
-        learner.learn(step, [((IMAGES[cut], LABELS[cut]), len(cut)) for cut in cuts], 12)
+        learner.learn(step, [(IMAGES[cut], LABELS[cut]) for cut in cuts], list(map(len, cuts)), 12)
         measured.append({name: float(value) for name, value in learner.update().items()})
         learner.train(False)
         sums = group.sum(learner.evaluate(step, 0, (IMAGES[:4], LABELS[:4]), 0 if rank else 4))

@@ -26,7 +26,7 @@ from laststep.checkpoint import foreign
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.errors import ConfigError
-from laststep.loops.foreign_start import start_from
+from laststep.loops.initial_weights import apply_plan, plan_for
 from laststep.ranks.group import Group
 from tests.loops.foreign_loops import network
 from tests.support.commands import refusal
@@ -109,7 +109,8 @@ def begin(path: Path, modules: dict[str, nn.Module], optimizers: dict[str, Optim
     """Begin with this checkpoint, on one rank; returns what is said."""
     said: list[str] = []
     group = Group(a_world(), dist.HashStore(), torch.device("cpu"))
-    start_from(str(path), modules, optimizers, group, path.with_name("initial_weights.json"), said.append)
+    plan = plan_for(str(path), modules, optimizers, group, path.with_name("initial_weights.json"), said.append)
+    apply_plan(plan, modules, optimizers, group)
     return said
 
 

@@ -193,7 +193,7 @@ def test_gradients_are_freed_by_the_update(words: tuple[str, ...]) -> None:
     with pretended_rank(FULL):
         learning = Learner(config, task, a_group(FULL), total_steps=10)
         for step in range(2):
-            learning.learn(step, [(batch, 4)], 4)
+            learning.learn(step, [batch], [4], 4)
             rows = [parameter for group in learning.optimizer.param_groups for parameter in group["params"]]
             gradients = [weakref.ref(each.grad) for each in rows]
             learning.update()

@@ -71,7 +71,7 @@ def learner(build: Callable[[], nn.Module] = plain, *words: str, rank: int = 0, 
 
 def take_step(learning: Learner, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int = 12) -> float:
     """One whole step; returns its loss."""
-    learning.learn(step, micro_batches, samples)
+    learning.learn(step, [batch for batch, _ in micro_batches], [count for _, count in micro_batches], samples)
     return float(learning.update()["loss"])
 
 
@@ -360,13 +360,12 @@ def test_a_nonfinite_step_is_skipped(words: list[str], poison: str) -> None:
     """A NaN in one weight is in all weights a few steps later, and in the averages for good. Such a step must change
     nothing: neither weights nor optimiser nor batch norm's statistics, even if it is the very first."""
     learning = learner(Poisoned, "train.nonfinite=skip", *words)
-    batch = [((IMAGES, LABELS), 12)]
     for poisoned in (0, 3):
         for step in range(poisoned, poisoned + 3):
             assert isinstance(learning.model, Poisoned)
             learning.model.poison = poison if step == poisoned else ""
             before = copy.deepcopy(learning.model.state_dict())
-            learning.learn(step, batch, 12)
+            learning.learn(step, [(IMAGES, LABELS)], [12], 12)
             assert bool(learning.update()["nonfinite"]) == (step == poisoned)
             assert same(learning.model.state_dict(), before) == (step == poisoned)
     state = learning.state_dict()
@@ -381,7 +380,7 @@ def test_a_nonfinite_step_is_found(poison: str) -> None:
     learning = learner(Poisoned)
     assert isinstance(learning.model, Poisoned)
     learning.model.poison = poison
-    learning.learn(0, [((IMAGES, LABELS), 12)], 12)
+    learning.learn(0, [(IMAGES, LABELS)], [12], 12)
     assert bool(learning.update()["nonfinite"]) == bool(poison)
 
 
@@ -391,7 +390,7 @@ def test_the_state_is_that_of_the_last_finished_step() -> None:
     learning = learner(convnet)
     train(learning, 2)
     before = copy.deepcopy(learning.state_dict()["model"])
-    learning.learn(2, [((IMAGES, LABELS), 12)], 12)
+    learning.learn(2, [(IMAGES, LABELS)], [12], 12)
     assert not same(dict(learning.model.state_dict()), dict(before)), "a forward pass changes batch norm's statistics"
     assert same(dict(learning.state_dict()["model"]), dict(before))
 

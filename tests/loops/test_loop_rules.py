@@ -258,7 +258,7 @@ def test_an_update_before_anything_is_registered(tmp_path: Path) -> None:
 def test_a_loop_past_run_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is registered, but no step is counted: nothing would be saved."""
     said: list[str] = []
-    monkeypatch.setattr("laststep.observe.progress.say", said.append)
+    monkeypatch.setattr("laststep.records.progress.say", said.append)
 
     def main(run: Run) -> None:
         parts = Parts(run)
@@ -273,7 +273,7 @@ def test_a_loop_past_run_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_loop_that_draws_its_own_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the numbers of its steps. The speed is in samples only where their number is known."""
     said: list[str] = []
-    monkeypatch.setattr("laststep.observe.progress.say", said.append)
+    monkeypatch.setattr("laststep.records.progress.say", said.append)
 
     def main(run: Run) -> None:
         parts, batches = Parts(run), own_batches(run)

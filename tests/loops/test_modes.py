@@ -26,7 +26,7 @@ class Crash(Exception):
 def warnings(kind: str, crash_after: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a run says that ends after so many steps, and then resumes, with epochs of 5 steps."""
     said: list[str] = []
-    monkeypatch.setattr("laststep.observe.progress.say", said.append)
+    monkeypatch.setattr("laststep.records.progress.say", said.append)
     crashes = [crash_after]
 
     def main(run: Run) -> None:

@@ -55,7 +55,7 @@ def train(learning: Learner, *steps: int, x: Tensor = X) -> list[dict[str, float
     """What each of these steps measured."""
     measured = []
     for step in steps:
-        learning.learn(step, [((x, Y), 12)], 12)
+        learning.learn(step, [(x, Y)], [12], 12)
         measured.append({name: float(value) for name, value in learning.update().items()})
     return measured
 

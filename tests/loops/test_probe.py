@@ -10,8 +10,8 @@ import numpy
 import torch
 from torch import nn
 
+from laststep.loops.digest import digest, digests
 from laststep.loops.probe import Variables
-from laststep.loops.registered import digest, digests
 
 
 def test_digests_see_every_bit() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laststep.loops.registered import difference_between_ranks
+from laststep.loops.digest import difference_between_ranks
 from laststep.ranks.group import Group
 from laststep.ranks.seal import Seal
 from tests.support.records import a_world

@@ -107,7 +107,7 @@ def one_of_twelve(rank: int, size: int, order: Order) -> Learner:
     learning.train(True)
     cuts = order.micro_batches(0, rank, size, 24 // size)
     taken = [torch.tensor(cut if len(cut) else order.batch(0)[:2]) % len(IMAGES) for cut in cuts]
-    learning.learn(0, [((IMAGES[rows], LABELS[rows]), len(cut)) for rows, cut in zip(taken, cuts)], order.count(0))
+    learning.learn(0, [(IMAGES[rows], LABELS[rows]) for rows in taken], list(map(len, cuts)), order.count(0))
     return learning
 
 

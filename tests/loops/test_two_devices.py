@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from laststep.loops.registered import FingerprintedState
+from laststep.loops.digest import FingerprintedState
 from laststep.loops.snapshot import Buffers, OptimizerSnapshot
 from laststep.ranks.group import Group
 from tests.support.records import a_world

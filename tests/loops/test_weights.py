@@ -178,9 +178,9 @@ def test_the_file_has_changed(root: Path) -> None:
     write(path, model.state_dict(), {})
     said = [f"weights: 2 of 2 tensors from {path}"]
     for _ in range(2):
-        assert read_initial_weights(small, model, record)[1] == said
+        assert read_initial_weights(small, model, record).lines == said
     write(path, nn.Linear(2, 3).state_dict(), {})
-    warned = read_initial_weights(small, model, record)[1]
+    warned = read_initial_weights(small, model, record).lines
     assert warned[0] == said[0] and "WARNING" in warned[1] and "has changed since this run first started" in warned[1]
 
 

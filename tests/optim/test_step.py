@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from laststep.compat import kernels
+from laststep import compat
 
 
 def parameter() -> nn.Parameter:
@@ -37,7 +37,7 @@ def test_the_bits_are_those_of_torch(make: Callable[[], Optimizer], monkeypatch:
         for optimizer in (ours, theirs):
             if not isinstance(optimizer, RMSprop):
                 optimizer.found_inf = torch.tensor(float(number == 2))  # type: ignore[attr-defined]
-        kernels.step(ours)
+        compat.step(ours)
         theirs.step()
         one, other = (each.param_groups[0]["params"][0] for each in (ours, theirs))
         assert torch.equal(one, other) and one.requires_grad
@@ -54,9 +54,9 @@ def test_hooks_are_called() -> None:
         register_optimizer_step_post_hook,
     ):
         handle = register(lambda optimizer, *_: called.append(optimizer))
-        kernels.step(optimizer)
+        compat.step(optimizer)
         handle.remove()
-        kernels.step(optimizer)
+        compat.step(optimizer)
         assert called == [optimizer]
         called.clear()
 
@@ -70,13 +70,13 @@ def test_a_replaced_step_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().step(closure)
 
     called: list[str] = []
-    kernels.step(Mine([parameter()], lr=0.1))
+    compat.step(Mine([parameter()], lr=0.1))
     assert called == ["inherited"]
 
     optimizer = sgd()
     original = optimizer.step
     optimizer.step = lambda *given: (called.append("object"), original(*given))[1]  # type: ignore[assignment, func-returns-value]
-    kernels.step(optimizer)
+    compat.step(optimizer)
     assert called.pop() == "object"
 
     of_class = SGD.step
@@ -88,5 +88,5 @@ def test_a_replaced_step_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(SGD, "step", wrap(step))
         for _ in range(2):
-            kernels.step(sgd())
+            compat.step(sgd())
             assert called.pop() == "class"

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from laststep.proof.differences import differs_by_rank, first_difference, rule_of, unsteady
+from laststep.proof.differences import Difference, differences_of, differs_by_rank, first_of, rule_of, unsteady
 from laststep.proof.runs import AT_AN_END, KILL, STOP, choose_places, missing_kinds
 from laststep.records.probes import Probed, ProbedStep, ProbePlan, Strike
 
 EPOCH = 10
+
+
+def first_difference(*compared: Any, **how: Any) -> Difference | None:
+    found = differences_of(*compared, **how)
+    return first_of(found) if found else None
 
 
 def a_step(step: int, attempt: int = 0, **changed: Any) -> ProbedStep:

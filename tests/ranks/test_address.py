@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from laststep.ranks import meeting as address
+from laststep.ranks.launchers import address_towards
 from tests.support.records import a_world
 
 ETH, DOCKER = ("eth0", "10.0.0.1"), ("docker0", "172.17.0.1")
@@ -25,7 +26,7 @@ def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 def has(monkeypatch: pytest.MonkeyPatch, *interfaces: tuple[str, str], routes: dict[str, str] | None = None) -> None:
     """Give this host these interfaces, and names or addresses of other hosts with the own address on the way there."""
     monkeypatch.setattr(address, "interfaces", lambda: list(interfaces))
-    monkeypatch.setattr(address, "_address_towards", lambda host: (routes or {}).get(host, ""))
+    monkeypatch.setattr(address, "address_towards", lambda host: (routes or {}).get(host, ""))
 
 
 def listens_at(place: Path) -> set[str]:
@@ -81,5 +82,5 @@ def test_a_name_stands_for_one_address_or_for_all(monkeypatch: pytest.MonkeyPatc
 
 def test_the_way_to_another_host() -> None:
     """The system's own table of routes answers, without a packet."""
-    assert address._address_towards("127.0.0.1") == "127.0.0.1"
-    assert address._address_towards("no-such-host.invalid") == ""
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no-such-host.invalid") == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.attempt.grace import Ending, ending
+from laststep.attempt.restart import Ending, ending
 from laststep.cli.main import main
 from laststep.job.nodes import _answers
 from laststep.ranks.slurm import command, show_job, show_partitions

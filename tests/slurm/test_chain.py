@@ -24,7 +24,7 @@ from tests.support.ranks import fingerprint
 REFUSES = """\
 #!/bin/sh
 echo "$*" >>{calls}
-case "$*" in {what}*) echo "Access/permission denied" >&2; exit 1;; esac
+case "$*" in {what}*) {where} && echo "Access/permission denied" >&2 && exit 1;; esac
 exec {real} "$@"
 """
 
@@ -37,13 +37,14 @@ def user(cluster: Cluster, tmp_path: Path) -> User:
     return user
 
 
-def refuses(user: User, program: str, what: str) -> Path:
-    """From now on Slurm refuses this command to the user and to their jobs; returns the file that notes each call."""
+def refuses(user: User, program: str, what: str, where: str = "true") -> Path:
+    """From now on Slurm refuses this command to the user and to their jobs, where this shell command succeeds; returns
+    the file that notes each call."""
     folder = user.root / "refusing"
     folder.mkdir(exist_ok=True)
     calls = folder / f"{program}.calls"
     real = shutil.which(program, path=user.cluster.env["PATH"])
-    (folder / program).write_text(REFUSES.format(calls=calls, what=what, real=real))
+    (folder / program).write_text(REFUSES.format(calls=calls, what=what, where=where, real=real))
     (folder / program).chmod(0o755)
     user.env["PATH"] = f"{folder}:{user.cluster.env['PATH']}"
     return calls
@@ -95,6 +96,28 @@ def test_as_deep_as_it_was(user: User) -> None:
     user.types("cancel", "deep")
     assert [reason for reason, _, _ in ends(user, "deep")][-1] == "cancelled"
     waits_for_empty_queue(user, "deep")
+
+
+def test_nodes_that_may_not_submit(user: User) -> None:
+    """Where a site forbids sbatch on its compute nodes, the jobs in the queue are all that the run gets: the log says
+    whether they are enough, and in the end with which command it goes on."""
+    refuses(user, "sbatch", "", where='[ -n "$SLURM_JOB_ID" ]')
+    user.types(*TWO_RANKS, "--name", "alone", *UNHURRIED, "launch.chain=2", "launch.time_min=10")
+    user.waits_for("alone", "step 10/120")
+    first, second = chain_of(user, "alone")
+    user.cluster.run("scancel", "--signal", "USR2", first)
+    user.waits_for("alone", "resuming after step")
+    user.cluster.run("scancel", "--signal", "USR2", second)
+    waits_for_empty_queue(user, "alone")
+    log = (user.run("alone").logs / f"{second}_0_log.out").read_text()
+    assert "1 job of the chain not submitted now" in log and "Access/permission denied" in log, log
+    assert re.search(
+        r"0 jobs of the chain left, 1 needed for the \d+ steps left at \d+ a job; `.*resume alone.*`", log
+    ), log
+    assert "no job of the chain is left (launch.chain=2)" in log
+    assert [reason for reason, _, _ in ends(user, "alone")] == ["preempted", "preempted"]
+    user.types("resume", "alone", "--follow")
+    assert fingerprint(user.run("alone")) == undisturbed(2, *UNHURRIED)
 
 
 def test_cancelled(user: User) -> None:

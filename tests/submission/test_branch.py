@@ -34,12 +34,15 @@ def test_the_whole_state(root: Path) -> None:
 
 
 def test_another_learning_rate(root: Path) -> None:
-    """What may change does: the rate in the checkpoint's optimiser must not win."""
+    """What may change does: the rate in the checkpoint's optimiser must not win. Its step may be named: what only the
+    owner may read is taken along all the same."""
     source = train(config(root, "fast", 1, (*OPTIONS, "optim.warmup_steps=0", "train.epochs=1")))
     words = ["train.epochs=2", "optim.lr=0.0005", "launch.name=slow", f"launch.root={root}"]
     slower = branch.configure(source, words)
+    source.secrets.write_text('{"alert.to": ["https://example.org"]}')
     with run_folders.created(slower) as run:
-        branch.copy_state(source, run)
+        assert branch.copy_state(source, run, 7) == 7
+    assert run.secrets.read_text() == source.secrets.read_text()
     train(slower)
     assert [line["lr"] for line in read_lines(run.metrics) if "lr" in line] == [0.001] * 7 + [0.0005] * 7
 

@@ -22,6 +22,9 @@ from typing import Any
 import pytest
 
 from laststep.cli.main import main
+from laststep.config.schema import Launch
+from laststep.job.after_ranks import AfterRanks
+from laststep.ranks.world import World
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs.queue import SEPARATOR
@@ -322,3 +325,8 @@ def _done(words: list[str], out: str = "") -> subprocess.CompletedProcess[str]:
 
 def _failed(words: list[str], error: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, 1, "", error)
+
+
+def after_ranks(run: RunDir, world: World, launch: Launch, status: int, *words: Any, **more: Any) -> bool:
+    """What the batch shell of a job does once srun has ended with this status; whether it starts the ranks again."""
+    return AfterRanks(run, world, launch).act(status, *words, **more)

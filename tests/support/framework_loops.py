@@ -17,7 +17,7 @@ from torchvision import datasets
 from laststep import Run
 from laststep.config.errors import ConfigError
 from laststep.data.catalog import MNIST_5K
-from laststep.loops.registered import digest
+from laststep.loops.digest import digest
 from laststep.ranks.launchers import VARIABLES
 from tests.support.custom_loops import Struck
 

@@ -23,12 +23,12 @@ from laststep.config.config import Config
 from laststep.loops.engine import AttemptContext, Engine
 from laststep.loops.run import make_custom_loop
 from laststep.loops.task_loop import TaskLoop
-from laststep.observe.progress import StartupTimer
 from laststep.ranks.device import set_up_device
 from laststep.ranks.group import Group
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Probes, Watchdog
 from laststep.records.metrics import read_lines
+from laststep.records.progress import StartupTimer
 from laststep.rundir import RunDir
 from laststep.task import Task
 from tests.support.records import a_world

@@ -121,4 +121,4 @@ def torch_setting(config: Any, name: str, value: object) -> Iterator[None]:
         try:
             yield
         finally:
-            entry.default = default  # laststep.compat.compiler changes it, for all threads
+            entry.default = default  # laststep.compat changes it, for all threads

@@ -26,12 +26,12 @@ from torch.utils.data import Dataset
 
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
-from laststep.data import image_files
+from laststep.data import datasets
 from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
-from laststep.observe import progress, tensorboard_writer
 from laststep.ranks import watchdog
 from laststep.ranks.launchers import detect_world
+from laststep.records import progress, tensorboard_writer
 from laststep.records.metrics import MetricsFile, read_lines
 from laststep.rundir import RunDir
 from laststep.tasks.classification import Classification
@@ -100,14 +100,14 @@ def in_any_order(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def note_decoding() -> None:
     """Write a byte to the file LASTSTEP_TEST_NOTES for each image that is decoded."""
-    decode = image_files.decode
+    decode = datasets.decode
 
     def noted(content: bytes, least: int) -> Any:
         with open(os.environ["LASTSTEP_TEST_NOTES"], "ab", buffering=0) as notes:
             notes.write(b".")
         return decode(content, least)
 
-    image_files.decode = noted
+    datasets.decode = noted
 
 
 def share_nothing() -> None:
@@ -251,11 +251,11 @@ class Recorded(Signalled):
         super().__init__(config)
         learn = Learner.learn
 
-        def noted(learner: Learner, step: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
-            learn(learner, step, micro_batches, samples)
+        def noted(learner: Learner, step: int, batches: Iterable[Any], counts: Sequence[int], samples: int) -> None:
+            learn(learner, step, given := list(batches), counts, samples)
             learned = [
                 sample
-                for (*_, indices, draws), count in micro_batches  # a micro-batch with count 0 has samples too
+                for (*_, indices, draws), count in zip(given, counts)  # a micro-batch with count 0 has samples too
                 for sample in zip(indices.tolist()[:count], draws.tolist())
             ]
             with open(os.environ["LASTSTEP_TEST_NOTES"], "a") as notes:
@@ -357,8 +357,8 @@ class Held(Classification):
         """Wait after the gradients of this step."""
         learn = Learner.learn
 
-        def held(learner: Learner, number: int, micro_batches: Sequence[tuple[Any, int]], samples: int) -> None:
-            learn(learner, number, micro_batches, samples)
+        def held(learner: Learner, number: int, *of_step: Any) -> None:
+            learn(learner, number, *of_step)
             if number == step:
                 self.hold()
 
@@ -685,7 +685,7 @@ class Drawn(Faulty):
 
     def await_curves(self) -> None:
         """Wait until metrics.jsonl has every line, and the newest event file ends with the newest point."""
-        from laststep.observe.tensorboard_writer import Points
+        from laststep.records.tensorboard_writer import Points
 
         run = Trainer(self.config).run
         wait_until(lambda: len(read_lines(run.metrics)) == self.metrics.count, "metrics.jsonl was not written")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from laststep.config.config import Config
 from laststep.data.token_writer import prepare
-from laststep.data.tokenizer import Bytes
-from laststep.data.tokens import TokenFolder
+from laststep.data.tokens import Bytes, TokenFolder
 from laststep.ranks.launchers import detect_world
 from laststep.tasks.language import Language
 from tests.support.tasks import await_agreement

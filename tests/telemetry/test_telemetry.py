@@ -11,7 +11,7 @@ import pytest
 
 from laststep.cli.main import main
 from laststep.config.config import Config
-from laststep.ranks.signpost import Signpost, read
+from laststep.ranks.beside import Signpost, read_signpost
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs.run_status import State
@@ -225,16 +225,16 @@ def test_the_signpost(tmp_path: Path) -> None:
     """Another process sees what the loop does; nobody else's file is followed, and nothing stays behind."""
     page = Signpost()
     page.show("starting")
-    assert read(tmp_path) == ""
+    assert read_signpost(tmp_path) == ""
     close = page.open(tmp_path)
-    assert read(tmp_path) == "starting"
+    assert read_signpost(tmp_path) == "starting"
     with page.doing("saving"):
-        assert read(tmp_path) == "saving"
-    assert read(tmp_path) == "starting"
+        assert read_signpost(tmp_path) == "saving"
+    assert read_signpost(tmp_path) == "starting"
     close()
     close()
     page.show("over")
-    assert read(tmp_path) == ""
+    assert read_signpost(tmp_path) == ""
 
 
 def write(root: Path, **files: str) -> None:

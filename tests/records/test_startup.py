@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from laststep.observe.progress import StartupTimer
+from laststep.records.progress import StartupTimer
 
 
 def test_a_rank_waits_for_its_supervisors_import(monkeypatch: pytest.MonkeyPatch) -> None:

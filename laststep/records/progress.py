@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from laststep.config.config import Config
+from laststep.ranks.process import stat_of
 from laststep.ranks.world import World
 from laststep.say import command, say
 
@@ -234,8 +234,5 @@ class StartupTimer:
 
 def _process_age_s() -> float:
     """Seconds since this process was started; 0 on a system without /proc (man 5 proc)."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    stat = stat_of("self")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK") if stat else 0.0

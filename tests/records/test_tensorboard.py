@@ -29,13 +29,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from laststep.checkpoint.store import CheckpointStore
-from laststep.observe import tensorboard_writer
-from laststep.observe.tensorboard_writer import TensorBoard
-from laststep.records import append_only
+from laststep.records import append_only, tensorboard_writer
 from laststep.records.metrics import read_lines
+from laststep.records.tensorboard_writer import TensorBoard
 from laststep.rundir import RunDir
-from tests.observe import curves
-from tests.observe.curves import files, loaded, loader, on_disk
+from tests.records import curves
+from tests.records.curves import files, loaded, loader, on_disk
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import Attempt, reasons, train
 from tests.support.runs import FAULTY, config
@@ -301,7 +300,7 @@ def test_the_last_copy_insists(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         append(path, data)
 
-    monkeypatch.setattr("laststep.observe.tensorboard_writer.append", append_later)
+    monkeypatch.setattr("laststep.records.tensorboard_writer.append", append_later)
     attempt(run, metrics(21))
     assert on_disk(run) == loaded(loader(run)) == expected(run)
 
@@ -363,7 +362,7 @@ def test_tensorflow_stays_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(metrics(10))
     code = """
         import sys
-        from laststep.observe.tensorboard_writer import TensorBoard
+        from laststep.records.tensorboard_writer import TensorBoard
         from laststep.rundir import RunDir
         assert "tensorboard" not in sys.modules
         TensorBoard(RunDir(sys.argv[1]), 3, writes=True).complete()
@@ -386,9 +385,9 @@ def test_a_worker_that_is_forked_while_tensorboard_is_imported(tmp_path: Path) -
     code = """
         import multiprocessing, time
         from pathlib import Path
-        from laststep.observe.tensorboard_writer import TensorBoard
+        from laststep.records.tensorboard_writer import TensorBoard
         from laststep.rundir import RunDir
-        import laststep.observe.tensorboard_writer as module
+        import laststep.records.tensorboard_writer as module
 
         def work():
             import tensorboard

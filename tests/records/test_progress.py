@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from laststep.observe import progress
+from laststep.records import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laststep.config.config import Config
-from laststep.observe.progress import likely_cause
+from laststep.records.progress import likely_cause
 from tests.support.records import a_world
 
 GONE = (

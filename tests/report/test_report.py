@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.report.curves import MAX_POINTS, Curve
-from laststep.report.timeline import ShownAttempt, Span, spans_of, table
+from laststep.report.page import ShownAttempt, Span, spans_of, table
 from laststep.rundir import RunDir
 from tests.support.needs import require
 from tests.support.project import DEADLINE_S

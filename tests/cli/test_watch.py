@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from laststep.cli import resume as module
+from laststep.cli.resume import watch
 from laststep.config.errors import ConfigError
 from laststep.rundir import RunDir
-from laststep.runs import watch as module
 from laststep.runs.queue import Job, Queue
-from laststep.runs.watch import watch
 from tests.runs.test_run_status import attempt, write
 
 
