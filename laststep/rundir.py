@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 
@@ -40,6 +41,11 @@ class RunDir:
     def name(self) -> str:
         """The run's name."""
         return self.path.name
+
+    @property
+    def typed(self) -> str:
+        """The run as a command names it from any folder: for what a job or an alert says."""
+        return shlex.quote(str(self.path))
 
     def is_gone(self) -> bool:
         """Whether the run was deleted or moved away: no folder, or one without a configuration. False in doubt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,13 +83,13 @@ def _of_end(run: RunDir, kind: str, ended: Sequence[EndedAttempt]) -> Event:
         lines.append(f"Why: {in_one_line(last['error'])}")
     lines.append(f"Cost: {_cost(ended)}")
     follows = {
-        "finished": f"report {_typed(run)}",
-        "failed": f"resume {_typed(run)}",
-        "hung": f"logs {_typed(run)}",
-        "requeued": f"status {_typed(run)}",
+        "finished": f"report {run.typed}",
+        "failed": f"resume {run.typed}",
+        "hung": f"logs {run.typed}",
+        "requeued": f"status {run.typed}",
     }[kind]
     if kind == "hung":
-        lines.append("It continues by itself." if _continues(last) else f"Continue: {command(f'resume {_typed(run)}')}")
+        lines.append("It continues by itself." if _continues(last) else f"Continue: {command(f'resume {run.typed}')}")
     lines.append(f"Next: {command(follows)}")
     return Event(kind, f"{last['attempt']:04}-end", f"{run.name} {_title(kind)}", "\n".join(lines))
 
@@ -120,7 +119,7 @@ def of_idle(run: RunDir, idle: Any, attempt: int) -> Event:
         f"All GPUs of {idle.node} have been idle for {duration(idle.seconds)}, at step {idle.step or 0:,}.",
         f"Likely, {idle.cause}.",
         "Cost: an allocation that does nothing; many sites cancel such jobs.",
-        f"Next: {command(f'logs {_typed(run)}')}",
+        f"Next: {command(f'logs {run.typed}')}",
     ]
     return Event("idle", f"{attempt:04}-idle", f"{run.name} {_title('idle')}", f"{run.name}: " + "\n".join(lines))
 
@@ -176,12 +175,7 @@ def of_loss(run: RunDir, lines: Iterator[StepLine], loss: Loss) -> Iterator[Even
             text = [
                 f"{run.name}: the loss has been above its range since step {first:,}: {is_now}, usually {usual:.4g}.",
                 f"Cost: {STEPS} steps and more, if it does not come back.",
-                f"Next: {command(f'report {_typed(run)}')} shows the curve,",
-                f"{command(f'cancel {_typed(run)}')} stops the run.",
+                f"Next: {command(f'report {run.typed}')} shows the curve,",
+                f"{command(f'cancel {run.typed}')} stops the run.",
             ]
             yield Event("diverged", f"loss-{first:09}", f"{run.name} {_title('diverged')}", "\n".join(text))
-
-
-def _typed(run: RunDir) -> str:
-    """The run as a command names it from any folder."""
-    return shlex.quote(str(run.path))

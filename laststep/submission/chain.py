@@ -25,7 +25,6 @@ from laststep.records.plan import read_plan
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs.queue import Queue
-from laststep.runs.run_folders import typed
 from laststep.say import command as our_command
 from laststep.say import counted, say
 from laststep.submission.sbatch import NOTHING_TO_DO, Link
@@ -83,7 +82,7 @@ def _are_enough(run: RunDir, config: Config, chain: str, jobs: int) -> str:
     if each <= 0:
         return ""
     needed = -(-left // each)
-    fix = "" if needed <= jobs else f"; `{our_command(f'resume {typed(run)}')}` continues the run after them"
+    fix = "" if needed <= jobs else f"; `{our_command(f'resume {run.typed}')}` continues the run after them"
     return f", {needed} needed for the {left:,} steps left at {each:,} a job{fix}"
 
 
@@ -95,7 +94,7 @@ def ends(folder: RunDir) -> None:
         return _cancel(_waiting(run, chain, job_id))
     waiting = _deepened(folder, run, trainer.config, chain, job_id)  # there may be room now that there was not before
     if waiting is not None and not waiting:
-        resume = our_command(f"resume {typed(run)}")
+        resume = our_command(f"resume {run.typed}")
         say(f"no job of the chain is left (launch.chain={trainer.config.launch.chain}); `{resume}` continues the run")
 
 

@@ -16,7 +16,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import secrets as random_secrets
 import signal
 import sys
 import threading
@@ -35,7 +34,7 @@ from laststep.runs import run_config
 from laststep.track import describe
 from laststep.track.machines import Machines
 from laststep.track.trackers import CLASSES, Row, Tracker, number
-from laststep.track.wanted import Wish, wish_of
+from laststep.track.wanted import Wish, made_once, wish_of
 
 POLL_S = 2.0  # how often it looks for new steps
 ROWS = 1000  # of one batch
@@ -74,21 +73,6 @@ class Sent:
         temporary.write_text(json.dumps(dataclasses.asdict(self)) + "\n")
         fsync(temporary)
         temporary.replace(folder / "sent.json")
-
-
-def made_once(run: RunDir, tracker: str) -> str:
-    """The id of the tracker's run, made by the first process that asks; of W&B and trackio. Raises OSError."""
-    folder = run.track(tracker)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "id"
-    if not path.exists():
-        temporary = aside(path)
-        temporary.write_text(random_secrets.token_hex(6))
-        fsync(temporary)
-        with contextlib.suppress(FileExistsError):  # of two that are first, one is
-            os.link(temporary, path)
-        temporary.unlink()
-    return path.read_text().strip()
 
 
 class Lock:

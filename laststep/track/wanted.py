@@ -12,6 +12,7 @@ import json
 import netrc
 import os
 import re
+import secrets as random_secrets
 import subprocess
 import sys
 import urllib.error
@@ -27,7 +28,7 @@ from laststep.config.errors import ConfigError, nearest
 from laststep.config.machine import Machine, Way
 from laststep.config.secret import HIDDEN, IN_URL
 from laststep.ranks.beside import Beside
-from laststep.rundir import RunDir
+from laststep.rundir import RunDir, aside, fsync
 from laststep.say import command, note, say
 
 ANSWER_S = 10.0  # how long a submission waits for a tracker
@@ -140,8 +141,6 @@ def environment(config: Any, run: RunDir, world: Any) -> dict[str, str]:
     variables: dict[str, str] = {}
     for wish in wishes(config) if world.rank == 0 else ():
         if wish.by_script and wish.tracker == "wandb":
-            from laststep.track.sender import made_once
-
             variables |= {"WANDB_RUN_ID": made_once(run, "wandb"), "WANDB_RESUME": "allow", "WANDB_NAME": run.name}
             variables["WANDB_PROJECT"] = wish.project
             variables |= {"WANDB_ENTITY": wish.entity} if wish.entity else {}
@@ -271,6 +270,21 @@ def _ask(tracker: str, url: str, headers: Mapping[str, str], data: bytes | None 
     if not isinstance(found, dict):
         raise none
     return found
+
+
+def made_once(run: RunDir, tracker: str) -> str:
+    """The id of the tracker's run, made by the first process that asks; of W&B and trackio. Raises OSError."""
+    folder = run.track(tracker)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "id"
+    if not path.exists():
+        temporary = aside(path)
+        temporary.write_text(random_secrets.token_hex(6))
+        fsync(temporary)
+        with contextlib.suppress(FileExistsError):  # of two that are first, one is
+            os.link(temporary, path)
+        temporary.unlink()
+    return path.read_text().strip()
 
 
 def _mlflow_run(run: RunDir) -> str:

@@ -101,8 +101,10 @@ def test_as_deep_as_it_was(user: User) -> None:
 def test_nodes_that_may_not_submit(user: User) -> None:
     """Where a site forbids sbatch on its compute nodes, the jobs in the queue are all that the run gets: the log says
     whether they are enough, and in the end with which command it goes on."""
-    refuses(user, "sbatch", "", where='[ -n "$SLURM_JOB_ID" ]')
+    in_jobs = user.root / "refuses_in_jobs"
+    refuses(user, "sbatch", "", where=f"[ -e {in_jobs} ]")
     user.types(*TWO_RANKS, "--name", "alone", *UNHURRIED, "launch.chain=2", "launch.time_min=10")
+    in_jobs.touch()
     user.waits_for("alone", "step 10/120")
     first, second = chain_of(user, "alone")
     user.cluster.run("scancel", "--signal", "USR2", first)
@@ -111,11 +113,11 @@ def test_nodes_that_may_not_submit(user: User) -> None:
     waits_for_empty_queue(user, "alone")
     log = (user.run("alone").logs / f"{second}_0_log.out").read_text()
     assert "1 job of the chain not submitted now" in log and "Access/permission denied" in log, log
-    assert re.search(
-        r"0 jobs of the chain left, 1 needed for the \d+ steps left at \d+ a job; `.*resume alone.*`", log
-    ), log
-    assert "no job of the chain is left (launch.chain=2)" in log
+    resume = rf"`\S+ .*resume {user.run('alone').path}`"
+    assert re.search(rf"0 jobs of the chain left, 1 needed for the \d+ steps left at [\d,]+ a job; {resume}", log), log
+    assert re.search(rf"no job of the chain is left \(launch.chain=2\); {resume} continues the run", log), log
     assert [reason for reason, _, _ in ends(user, "alone")] == ["preempted", "preempted"]
+    in_jobs.unlink()
     user.types("resume", "alone", "--follow")
     assert fingerprint(user.run("alone")) == undisturbed(2, *UNHURRIED)
 

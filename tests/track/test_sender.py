@@ -13,9 +13,9 @@ import pytest
 
 from laststep.rundir import RunDir
 from laststep.track import sender as sending
-from laststep.track.sender import Lock, Sender, Sent, made_once
+from laststep.track.sender import Lock, Sender, Sent
 from laststep.track.trackers import CLASSES, Facts, Row, Tracker
-from laststep.track.wanted import Wish
+from laststep.track.wanted import Wish, made_once
 from tests.support.project import wait_until
 
 WISH = Wish("trackio", "tests")
