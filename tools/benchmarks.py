@@ -41,7 +41,8 @@ else is said, no GPU.
 """
 
 Row = tuple[str, str, str]
-SAVE_WAYS = ("laststep", "dcp.async_save", "dd")
+SAVE_WAYS = ("laststep", "dcp.async_save")
+TO_THE_DISK = ("save_s", "restore_s")
 SAVE_FIGURES = {
     "stall_s": ("the training loop pauses for a save", "s"),
     "save_s": ("until it is on the disk", "s"),
@@ -174,7 +175,8 @@ def _sharded_save(save: dict[str, Any]) -> Iterator[Row]:
     for of, (title, unit) in SAVE_FIGURES.items():
         digits = 2 if unit == "s" else 0
         figures = [_list(f"{figure:.{digits}f}" for figure in way[of]) for way in ways]
-        disk = f"; `dd` past the page cache {figures[2]} {unit}" if of in ("save_s", "restore_s") else ""
+        dd = [ways["dd"][of] for ways in save["results"].values() if "dd" in ways]
+        disk = f"; `dd` past the page cache {_list(f'{s:.2f}' for s in dd)} s" if dd and of in TO_THE_DISK else ""
         yield (
             f"{title} of {what} (`sharded_save`)" if of == "stall_s" else title,
             f"{figures[0]} {unit}",
