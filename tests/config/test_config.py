@@ -104,7 +104,8 @@ def test_wrong_values_are_refused_by_name(key: str, field: dataclasses.Field[Any
     elif key == "script":  # which may be typed as one word
         assert refused(f"{key}={{a: 1}}").startswith("script.a: no such key")
     elif field.type.split(" ")[0] in ("int", "float", "bool") or field.type.startswith(("dict", "list")):
-        assert refused(f"{key}=nonsense").startswith(f"{key}=nonsense: must be of type {field.type.split('[')[0][:4]}")
+        shown = "***" if field.metadata["secret"] else "nonsense"
+        assert refused(f"{key}=nonsense").startswith(f"{key}={shown}: must be of type {field.type.split('[')[0][:4]}")
     if not field.type.endswith("None"):
         assert refused(f"{key}=null").startswith(f"{key}={'***' if field.metadata['secret'] else 'null'}: must be of")
     if field.metadata["least"] is not None:
