@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,12 +26,11 @@ from laststep.checkpoint.store import START_S, newest_step
 from laststep.code import code_copy
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
-from laststep.config.schema import COMMAND, Launch
-from laststep.ranks import slurm
+from laststep.config.schema import COMMAND
 from laststep.ranks.fault import ONE_LINE
 from laststep.ranks.launchers import RESTARTS, STEP_RESTARTS, detect_world
 from laststep.ranks.process import STOP_SIGNALS, SUPERVISED, die_with_parent, next_signal, session, started
-from laststep.ranks.slurm import ON_NODES, SHELL_WORDS, SlurmError, own_nodes
+from laststep.ranks.slurm import SlurmError, own_nodes
 from laststep.records.attempt_record import in_one_line, read_ended_attempts
 from laststep.records.attempts import ended_attempts, read_answer, record_abandoned_attempts
 from laststep.records.metrics import is_step, last_lines
@@ -40,6 +38,7 @@ from laststep.records.retry import Next, decide
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.run_logs import LiveLog, print_cause
+from laststep.submission import allocation
 from laststep.trainer import Trainer
 
 POLL_S = 0.05
@@ -48,15 +47,6 @@ REAP_S = 1.0  # within which a supervisor has reaped a rank that was killed
 # After one rank has ended, the others have this long to notice, to save their state and to exit.
 GRACE_S = 60.0
 REFUSED_S = 5.0  # instead of GRACE_S after a rank has refused the configuration: nothing has started then
-# What an srun gives up after, once the first of its tasks has ended, see GRACE_S.
-WAIT_S = 60
-# In each task: it is a rank of --local, on one of these nodes. Slurm's other variables would contradict that.
-AS_LOCAL = (
-    f"export {ON_NODES}=1 SUBMITIT_LOCAL_GLOBALID=$SLURM_PROCID SUBMITIT_LOCAL_LOCALID=$SLURM_LOCALID "
-    "SUBMITIT_LOCAL_NODEID=$SLURM_NODEID; for name in ${!SLURM_*} ${!SRUN_*} " + SHELL_WORDS + "; do "
-    "case $name in SLURM_STEP_NODELIST|SLURM_LAUNCH_NODE_IPADDR) ;; *) unset $name;; esac; done; "
-    'unset name; exec "$@"'
-)
 
 
 class LocalRanks:
@@ -121,7 +111,7 @@ class LocalRanks:
         # By its path: with `-m laststep`, a module of that name in the current folder would be started instead.
         command = [sys.executable, "-u", str(run_folders.PROJECT / "laststep"), SUPERVISED, str(self._run.path)]
         if self._nodes:
-            words = _srun(launch, self._run, self.job_id, folder, command)
+            words = allocation.srun(launch, self._run, self.job_id, folder, command)
             return self._ranks.append(_process(words, folder, common, self.logs[0]))
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -189,12 +179,8 @@ class LocalRanks:
 
     def _send_to_nodes(self, number: signal.Signals) -> None:
         """Stop all ranks that srun has started, or kill them. For them SIGTERM is Slurm's: it ends the allocation."""
-        job = os.environ["SLURM_JOB_ID"]
         try:
-            shown = slurm.command("squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i %j").splitlines()
-            steps = [step.split()[0] for step in shown if step.split()[1:] == [self.job_id]]
-            for step in steps:
-                slurm.command("scancel", f"--signal={'KILL' if number == signal.SIGKILL else 'INT'}", step)
+            steps = allocation.signal_steps(self.job_id, number)
         except SlurmError as error:
             return _say(f"not signalled: {error}; press Ctrl-C again")
         if not steps or number == signal.SIGKILL:  # srun waits for its ranks to begin, or to be gone
@@ -356,21 +342,6 @@ def run_debug(config: Config) -> int:
         pdb.post_mortem()
         return 1
     return 0
-
-
-def _srun(launch: Launch, run: RunDir, job_id: str, folder: Path, supervisor: Sequence[str]) -> list[str]:
-    """The command that starts the supervisors of all ranks. It ends with the largest of their exit statuses."""
-    nodes, each = launch.node_counts[0], launch.ranks_per_node
-    ends_with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-    return [
-        *ends_with_us,
-        *("srun", "--unbuffered", f"--job-name={job_id}", f"--nodes={nodes}", f"--ntasks={nodes * each}"),
-        *(f"--ntasks-per-node={each}", f"--cpus-per-task={launch.cpus_per_task}", "--distribution=block"),
-        # They know when to leave.
-        *("--kill-on-bad-exit=0", f"--wait={WAIT_S}", "--overlap", "--mem=0", f"--chdir={folder}"),
-        *(f"--output={run.logs}/{job_id}_%t_log.out", "--open-mode=append", *launch.srun),
-        *("bash", "-c", AS_LOCAL, "bash", *supervisor),
-    ]
 
 
 def _exit_status(code: int) -> int:
