@@ -94,6 +94,8 @@ def test_nothing_is_lost(folder: Path, scenario: str, faults: list[Fault]) -> No
     missed = [fault for fault, fired in zip(faults, victim.disk.fired) if not fired]
     if "saved step 3 alone" not in said:  # rank 1 died when that step was saved already: nothing was left to rescue
         missed = [fault for fault in missed if not fault.call.pattern.startswith(WRITING)]
+    if "resuming after step 9:" in said:  # the stop came to all ranks late: one save was left, which links nothing yet
+        missed = [fault for fault in missed if fault.call.name != "link"]
     gone = ", ".join(map(str, missed))
     assert not missed, f"{gone}: these calls are gone; python -m tests.worst_day traces those that there are\n{said}"
     commands, attempts, redone = USUAL[scenario]
