@@ -29,7 +29,7 @@ POLL_S = 0.005
 BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 # One stripe for each of these, at most one per rank: more files would cost more than they gain.
 STRIPE_BYTES = 64 << 20
-# A rank's stripe is cut into files of at least so many bytes, up to FILES_PER_RANK of them: a SHA-256 is computed from
+# A rank's stripe is cut into up to FILES_PER_RANK files of at least this size: a SHA-256 is computed from
 # front to back, so one file is hashed by one core, in a save and in a restore. More than MOST_FILES in one folder would
 # cost a metadata server more than that gains.
 FILE_BYTES = 64 << 20
@@ -112,7 +112,7 @@ def write_hashed(path: Path, chunks: Iterable[memoryview], sync_bytes: int | Non
     """Write and sync a new file; returns its entry in the manifest. A chunk is read until the next one is asked for.
 
     The disk begins with each chunk at once, so the sync at the end has little left to wait for. With `sync_bytes` the
-    file is synced each time that about so much is written, so that no sync takes long, and a thread of its own hashes
+    file is synced each time that about this much is written, so that no sync takes long, and a thread of its own hashes
     it: the single file of a rank that others wait for. Raises OSError.
     """
     digest, size, synced = hashlib.sha256(), 0, 0

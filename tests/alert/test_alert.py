@@ -1,4 +1,4 @@
-"""Alerts: each event once, whoever is left to send it; no secret where others read, and no cost to the run."""
+"""Alerts: each event once, by any process that is left; no secret where others read, and no cost to the run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_event_once(run: RunDir, hook: Webhook) -> None:
     records: list[Any] = []
     for each in (PREEMPTED, KILLED, HUNG, FAILED, FINISHED):
         records.append(each)
-        for _ in range(2):  # whoever looks: a new program beside each attempt, the batch shell, a command
+        for _ in range(2):  # any process may look: a new program beside each attempt, the batch shell, a command
             make(run, records, [hook.url]).look()
     assert hook.titles == ["seen is requeued", "seen hung", "seen failed", "seen finished"]
     requeued, hung, failed, finished = (message["message"] for message in hook.got)

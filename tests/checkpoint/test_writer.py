@@ -400,7 +400,7 @@ def test_no_more_files_than_are_worth_it(
 def test_each_file_has_one_writer(ranks: int, megabytes: int) -> None:
     """A file that nobody writes would never be reported; one that two ranks write, each would spoil for the other.
     Fewer writers than ranks are spread over the nodes. Each core hashes one file: a rank with much to write has
-    several, but not so many ranks that a folder gets tens of thousands more."""
+    several, unless there are thousands of ranks: a folder must not get tens of thousands of files more."""
     count = megabytes << 20
     owned = [(rank, found) for rank in range(ranks) if (found := files.own_files(count, rank, ranks))]
     written = [file for _, found in owned for file in found]

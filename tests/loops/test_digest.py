@@ -81,7 +81,7 @@ def digests(root: Path, name: str, ranks: int, *options: str) -> tuple[list[str]
 
 
 def test_any_number_of_ranks_and_any_sharding(root: Path) -> None:
-    """The digest is that of the whole state, whoever holds which part of it, or a replay on fewer ranks could not be
+    """The digest is that of the whole state, whichever rank holds which part, or a replay on fewer ranks could not be
     compared. A sharded optimiser may round otherwise, so that run is compared with its own checkpoint."""
     shares = ("train.shares=2",)
     one = digests(root, "one", 1, *shares)

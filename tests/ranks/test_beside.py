@@ -28,7 +28,7 @@ def program(folder: Path, what: str) -> Program:
 
 
 def starts(folder: Path, count: int = 1) -> list[dict[str, Any]]:
-    """What its starts have noted, once there are so many."""
+    """What its starts have noted, once there are as many as asked for."""
 
     def found() -> list[dict[str, Any]]:
         lines = read_lines(folder / "starts")
