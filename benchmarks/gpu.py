@@ -12,6 +12,7 @@ version runs on the CPU: that shows that the script works, but its figures say n
     jpegs       ResNet-50 on 500x375 JPEGs decoded by loader workers; the bare loop reads them as torchvision's
                 references/classification does
     saves       how long a checkpoint stalls the loop, and how much it slows down the steps during the write
+    digest      what the digest of the state every 100 steps costs: ResNet-50, and the network of `small`, not compiled
     beside      how fast a rescue reads the state while the stream hangs in a collective
     starts      the first start of a compiled run, and a second start that reuses what the first compiled
 
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "small": throughput.small,
     "jpegs": throughput.jpegs,
     "saves": saves.measure,
+    "digest": throughput.digest,
     "beside": beside.measure,
     "starts": starts.measure,
 }

@@ -50,6 +50,31 @@ def small(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return in_turns(SMALL, given.turns, folder, {"cuda-graphs": graphs} if GPU else {}, [GRAPHS] if GPU else [])
 
 
+def digest(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Steps with a digest of the state every 100, as it comes, beside steps without. A turn has whole hundreds."""
+    found = {}
+    large = RESNET._replace(batch_size=64, lead=100, steps=200)
+    small = SMALL._replace(lead=100, steps=2000 if GPU else 100)
+    for load in (large, small) if GPU else (small,):
+        place = folder / load.model
+        place.mkdir()
+        plain = [*words(load, (given.turns + 1) * (load.lead + load.steps), place), "train.compile=false"]
+        start = [sys.executable, "-m", "laststep"]
+        commands = {"digest": [*start, "--name=digest", *plain]}
+        commands["none"] = [*start, "--name=none", *plain, "train.digest_every=null"]
+        env = {"OMP_NUM_THREADS": "1", WORKLOAD: json.dumps(load)}
+        _, taken = take_turns(commands, env, given.turns, place)
+        ratios = spread([turn["digest"] / turn["none"] for turn in taken], 4)
+        step = spread([1e3 * turn["none"] / load.steps for turn in taken], 3)
+        found[load.model] = {"step_ms": step, "ratio": ratios}
+        print(
+            f"{load.model}: a step takes {step['median']} ms; with a digest every 100 steps {ratios['median']} times "
+            f"that (10-90 %: {ratios['p10']} - {ratios['p90']}, {given.turns} turns)",
+            flush=True,
+        )
+    return found
+
+
 def jpegs(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A ResNet-50 on JPEG files. The untimed steps use up the batches that the workers have prefetched, two each."""
     workers = max(1, len(os.sched_getaffinity(0)) - 1)

@@ -81,6 +81,13 @@ PARTS = (
         ),
         on_cpus=True,
     ),
+    Part(
+        "replay",
+        "a replay has the bits of the run, and a changed line is named",
+        ("test_rooms::test_a_replay_has_the_same_bits", "test_rooms::test_a_changed_line_is_named"),
+        on_cpus=True,
+    ),
+    Part("telemetry", "a busy GPU is seen to be busy", ("test_rooms::test_telemetry_of_a_busy_gpu",)),
     Part("shares", "two ranks have the bits of one", ("test_runs::test_shares",), on_cpus=True),
     Part("shares-nccl", "over NCCL, too", ("test_runs::test_shares_over_nccl",)),
     Part(
@@ -142,6 +149,7 @@ PARTS = (
     ),
     Part("bench-beside", "how fast a rescue reads beside a stream that hangs", benchmark="beside"),
     Part("bench-saves", "what a save costs the training", benchmark="saves"),
+    Part("bench-digest", "what the digest of the state costs", benchmark="digest", gib=60.0),
     Part("bench-resnet50", "images per second beside a bare loop", benchmark="resnet50", gib=60.0, compiles=True),
     Part("bench-small", "steps of a small model beside a bare loop", benchmark="small", compiles=True),
     Part("bench-vit_b_16", "images per second of a transformer", benchmark="vit_b_16", gib=60.0, compiles=True),

@@ -72,3 +72,17 @@ class NeverWaits(Classification):
             step = -(-self.calls // train.accumulate)
             torch.cuda.set_sync_debug_mode("default" if step < 2 or step % train.log_every == 0 else "error")
         return super().step(model, batch)
+
+
+class Busy(Classification):
+    """Each step multiplies large matrices for some 40 ms on an H200."""
+
+    def model(self) -> nn.Module:
+        self.factors = [torch.randn(8192, 8192, dtype=torch.bfloat16, device=self.config.device) for _ in "ab"]
+        return super().model()
+
+    def step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if model.training:
+            for _ in range(30):
+                torch.mm(*self.factors)
+        return super().step(model, batch)
