@@ -84,8 +84,10 @@ def with_sections(core: type) -> type:
     *fields, last = dataclasses.fields(core)
     more = [(name, of, dataclasses.field(default_factory=of)) for name, of in _section_classes()]
     own = [(field.name, field.type, field) for field in fields]
-    space = {"__module__": core.__module__, "__doc__": core.__doc__}
-    return dataclasses.make_dataclass(core.__name__, [*own, *more, (last.name, last.type, last)], namespace=space)
+    space = {"__doc__": core.__doc__}
+    whole = dataclasses.make_dataclass(core.__name__, [*own, *more, (last.name, last.type, last)], namespace=space)
+    whole.__module__ = core.__module__  # where its annotations are looked up; from Python 3.12 on, not in `space`
+    return whole
 
 
 def _section_classes() -> Iterator[tuple[str, type]]:
