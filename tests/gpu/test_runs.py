@@ -180,8 +180,8 @@ def test_no_step_waits_for_the_gpu(root: Path, options: str) -> None:
     skip_without(options.split())
     name = f"waits-{options.split()[0][-4:]}"
     more = ("task=tests.gpu.tasks.NeverWaits", "data.args.samples=48", "train.ema_decay=0.9", "optim.clip_norm=1")
-    more += ("train.digest_every=2",)
-    run = train(config(root, name, 1, (*options.split(), *more, "device=cuda")))
+    words = (*options.split(), *more, "train.digest_every=2", "device=cuda")
+    run = train(config(root, name, 1, words))
     assert reasons(run) == ["finished"]
 
 
