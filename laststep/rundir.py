@@ -159,7 +159,7 @@ class RunDir:
 
     @property
     def progress(self) -> Path:
-        """Of such a command alone, as JSON: what was in `files` as its newest attempt began."""
+        """Of such a command alone, as JSON: its words, and what was in `files`, as its newest attempt began."""
         return self.path / "progress.json"
 
     # The attempts: how each one ended, and what its ranks use to coordinate.

@@ -156,9 +156,10 @@ class CommandAttempt:
             say("srun has ended, and the batch shell has recorded that this attempt never began; ending it")
             raise SystemExit(1)
         patience.insist(lambda: clear(run.rescues, world.attempt))
-        kept = patience.insist(lambda: kept_files.mark(run, self._config.script))
+        kept = patience.insist(lambda: kept_files.kept(run)) or 0
         self._state.start_step = kept
         number = begin_attempt(run, world, kept, patience)["attempt"]
+        patience.insist(lambda: kept_files.mark(run, self._config.script, number))
         return f"{_address(world)} {free_port()} {number}"
 
     def _wait_for_start(self) -> str:

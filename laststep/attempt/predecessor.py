@@ -148,7 +148,9 @@ def finish_of(run: RunDir, config: Config) -> Finish | None:
         return None
     step, plan = ended[-1]["end_step"], read_plan(run.plan)
     if config.task == COMMAND:
-        return Finish(step, step, {}) if kept_files.words_of(run) == config.script else None
+        # Of that attempt: the next one may be beginning just now, with this configuration's words.
+        words = kept_files.words_of(run, ended[-1]["attempt"])
+        return Finish(step, step, {}) if words == config.script else None
     with contextlib.suppress(CheckpointError, ConfigError):
         manifest = CheckpointStore(run.checkpoints).manifest(step)
         if not changed_ends(Config.parse(manifest.config), config):

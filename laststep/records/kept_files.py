@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from laststep.rundir import RunDir, write_whole
 
 
-def mark(run: RunDir, words: Sequence[str]) -> int:
-    """Note what is there as an attempt of the command with these words begins; returns the steps kept so far. Raises
-    OSError."""
+def mark(run: RunDir, words: Sequence[str], attempt: int) -> None:
+    """Note what is there as the attempt of this number begins, of the command with these words. Raises OSError."""
     run.files.mkdir(parents=True, exist_ok=True)
-    steps = kept(run) or 0
-    write_whole(run.progress, json.dumps({"steps": steps, "files": _seen(run), "words": list(words)}) + "\n")
-    return steps
+    noted = {"steps": kept(run) or 0, "files": _seen(run), "words": list(words), "attempt": attempt}
+    write_whole(run.progress, json.dumps(noted) + "\n")
 
 
 def kept(run: RunDir) -> int | None:
@@ -32,9 +30,10 @@ def kept(run: RunDir) -> int | None:
     return int(noted["steps"]) + (noted["files"] != _seen(run))
 
 
-def words_of(run: RunDir) -> list[str]:
-    """The words of the newest attempt's command. Raises OSError."""
-    return list(json.loads(run.progress.read_text())["words"])
+def words_of(run: RunDir, attempt: int) -> list[str] | None:
+    """The words of this attempt's command; None if it is not the newest one that is noted. Raises OSError."""
+    noted = json.loads(run.progress.read_text())
+    return list(noted["words"]) if noted.get("attempt") == attempt else None
 
 
 def _seen(run: RunDir) -> str:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from laststep import script
+from laststep.attempt.predecessor import finish_of
 from laststep.cli.main import main
 from laststep.config.config import Config
 from laststep.ranks.process import children_of
 from laststep.records import kept_files
 from laststep.records.metrics import read_lines
-from laststep.rundir import RunDir
+from laststep.rundir import RunDir, write_whole
+from laststep.trainer import Trainer
 from tests.cli.test_script import LAUNCH, types
 from tests.support.commands import begin, end, refusal
 from tests.support.project import PROJECT, wait_until
-from tests.support.ranks import reasons
+from tests.support.ranks import reasons, train
 
 OTHER = PROJECT / "tests" / "cli" / "user_scripts" / "other.py"
 TWO_RANKS = (*LAUNCH, "--local", "--tasks-per-node", "2", "--name", "run")
@@ -114,13 +119,14 @@ def test_progress_is_a_changed_file(folder: Path) -> None:
     """An attempt that leaves the files as they were has made no progress: max_failures counts it."""
     run = RunDir(folder / "run")
     assert kept_files.kept(run) is None, "of any other run"
-    assert kept_files.mark(run, ["x"]) == 0
+    kept_files.mark(run, ["x"], attempt=0)
     (run.files / "inner").mkdir()
     assert kept_files.kept(run) == 0
     (run.files / "inner" / "state").write_text("1")
     assert kept_files.kept(run) == 1
-    assert kept_files.mark(run, ["x"]) == 1
+    kept_files.mark(run, ["x"], attempt=1)
     assert kept_files.kept(run) == 1
+    assert (kept_files.words_of(run, attempt=0), kept_files.words_of(run, attempt=1)) == (None, ["x"])
     (run.files / "inner" / "state").unlink()
     assert kept_files.kept(run) == 2
     shutil.move(run.path, folder / "moved")
@@ -150,6 +156,73 @@ def test_a_rank_is_killed(folder: Path) -> None:
     assert "run: finished\n" in types(folder, *LAUNCH, "resume", "run", "--local")
     said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "85")
     assert "rank 0 at 0:2:2 from step 80, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
+
+
+def with_words(folder: Path, *words: str, ranks: int = 1) -> Config:
+    """The run whose command is the script with these words."""
+    command = script.as_override([str(folder / "other.py"), *words])
+    size = f"launch.tasks_per_node={ranks}"
+    return Config.load(None, ["task=command", command, size, f"launch.root={folder}", "launch.name=run"])
+
+
+def look_while_rank_0_begins(folder: Path) -> None:
+    """Rank 0 is about to record that the attempt begins: rank 1 looks at the run just then."""
+    rank, predecessor = int(os.environ["SUBMITIT_LOCAL_GLOBALID"]), importlib.import_module(finish_of.__module__)
+    command: Any = importlib.import_module("laststep.attempt.command")
+    begins, looked, begin = folder / "begins", folder / "looked", command.begin_attempt
+
+    def begin_later(*words: Any) -> Any:
+        begins.touch()
+        wait_until(looked.exists, "rank 1 did not look at the run")
+        assert looked.read_text() == "None", "rank 1 takes the run for finished"
+        return begin(*words)
+
+    def look(*words: Any) -> Any:
+        if rank:
+            wait_until(begins.exists, "rank 0 did not begin")
+        found = finish_of(*words)
+        if rank:
+            write_whole(looked, str(found))
+        return found
+
+    command.begin_attempt, predecessor.finish_of = begin_later, look  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_late(folder: Path) -> None:
+    """The run has finished, and continues with other words: a rank that looks at it while rank 0 begins takes part."""
+    train(with_words(folder, "--steps", "5", ranks=2))
+    again = with_words(folder, "--steps", "10", ranks=2)
+    run = train(again, before=partial(look_while_rank_0_begins, folder))
+    assert reasons(run) == ["finished", "finished"]
+    assert "rank 1 at 1:2:2 from step 5, resumes 1" in log_of(run, 1)
+    assert_nothing_lives(run)
+
+
+def look_at_every_change(config: Config) -> None:
+    """Look at the run whenever this rank has replaced or renamed a file, until the end is recorded."""
+    run = Trainer(config).run
+
+    def looks(change: Any) -> Any:
+        def change_and_look(path: Path, target: Path) -> Path:
+            changed: Path = change(path, target)
+            done = len(read_lines(run.attempts)) > 1
+            assert done or finish_of(run, config) is None, f"{target.name} makes the run look finished"
+            return changed
+
+        return change_and_look
+
+    Path.replace, Path.rename = looks(Path.replace), looks(Path.rename)  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_finished_only_once_it_is(folder: Path) -> None:
+    """Wherever an attempt with other words is killed, before its end is recorded the run does not look finished."""
+    train(with_words(folder, "--steps", "5"))
+    again = with_words(folder, "--steps", "10")
+    run = train(again, before=partial(look_at_every_change, again))
+    assert reasons(run) == ["finished", "finished"]
+    assert finish_of(run, again) is not None and finish_of(run, with_words(folder, "--steps", "5")) is None
 
 
 @pytest.mark.slow
