@@ -19,13 +19,10 @@ from tools.sections import put
 PAGE = """\
 ## Slurm versions
 
-All tests of `tests/slurm` on several versions of Slurm, under the Python of its Debian release. `make test-slurm` runs
-them on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid`, on that of another Debian release, in a
-chroot. `python -m tools.slurm_versions FILE...` writes this section. Newer tests are not counted.
+`make test-slurm`: all tests of `tests/slurm` on the Slurm of this machine; with `RELEASE=trixie` or `RELEASE=sid`, on
+that of another Debian release, in a chroot. Newer tests are not counted.
 
-{totals}
-{results}
-Slurm has accounting there unless its name says otherwise: sid's slurmdbd does not work with sid's MariaDB library.
+{totals} {results}
 """
 PASSED = "passed"
 Results = Mapping[str, str]  # outcome by test

@@ -33,15 +33,13 @@ WEIGHTS = {True: "the same", False: "others", None: "did not finish"}
 TEXT = """\
 ## What each fault costs other trainers
 
-`python -m benchmarks.peers`: the same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps}
-steps of {step_ms} ms in {epochs} epochs) under six trainers, hit {times} in the middle of the second epoch. KillWait is
+`python -m benchmarks.peers`: the same training (the small network on 4,000 digits, 2 ranks on 2 nodes, {steps} steps of
+{step_ms} ms in {epochs} epochs) under six trainers, hit {times} in the middle of the second epoch. KillWait is
 {kill_wait} s. The peers write a checkpoint after each epoch, and resume from their newest one however they were
-started, which the scripts that people usually copy do not. "On Laststep" are the same scripts with [Laststep's
-adapter](frameworks.md).
+started. "On Laststep": the same scripts with [its adapter](frameworks.md).
 
-*Lost* steps had to be done again. The time is from the last step before the fault to the first new step, with the
-queue. *By hand*: the job was gone, or hung for {deadline} s. *The same*: bit for bit those of the same trainer's
-undisturbed run.
+*Lost* steps had to be done again. The time is from the last step before the fault to the first new step. *By hand*: the
+job was gone, or hung for {deadline} s. *The same*: bit for bit those of its undisturbed run.
 
 {table}
 

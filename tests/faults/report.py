@@ -163,8 +163,8 @@ HEAD = """\
 SILENT_HEAD = """\
 ## Random faults on silent collectives
 
-`make chaos SILENT=1 N=500 SEED=7`: as above, but gloo's collectives behave like NCCL's. They return at once, and when a
-rank dies, those of the others neither end nor fail (`tests/silent/silent_backend.py`). No GPU has run this.
+`make chaos SILENT=1 N=500 SEED=7`: as above, but gloo's collectives behave like NCCL's: when a rank dies, those of the
+others neither end nor fail. No GPU has run this.
 """
 
 
@@ -198,15 +198,15 @@ def _most(total: Sequence[str]) -> str:
 PROCESSES_HEAD = """\
 ## The worst day of processes
 
-`make chaos PROCESSES=1 N=80`: each of these faults at each moment of a run of two ranks in turn; several faults a run
-on Slurm, one a run under --local. The attempt may end, if the next one continues.
+`make chaos PROCESSES=1 N=80`: each of these faults at each moment of a run of two ranks. The attempt may end, if the
+next one continues.
 
 """
 PROCESSES_FOOT = """\
-At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the last one; then the
-steps since the last save may be lost. Under --local the run waits for its user after a stop, after the end of the
-command that started the ranks, and after a failure that is no node's fault, such as the death of a loader worker. A
-supervisor that is killed before the ranks have met ends that start after a minute.
+At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the last one, and cost
+the steps since the last save. Under --local the run waits for its user after a stop, after the end of the command, and
+after the death of a loader worker. A supervisor that is killed before the ranks have met ends that start after a
+minute.
 """
 
 

@@ -520,18 +520,17 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 HEAD = """\
 ## The worst day of Slurm
 
-`make chaos SLURM=1 N=200`: a short run is submitted, looked at, requeued by a signal, started again after the death of
-a rank and of a supervisor, stopped before its time limit, cancelled, and resumed to its end. Each call of squeue,
-scontrol, sbatch, srun and scancel, by the user's command, the batch shell or a rank, fails once in each way, by
-wrappers first in PATH. A command may say in one line that it does not know. Never may two jobs of the run be there at
-once, or an end come without a line that says what to type.
+`make chaos SLURM=1 N=200`: a short run is submitted, looked at, requeued, restarted, stopped before its time limit,
+cancelled, and resumed to its end. Each call of squeue, scontrol, sbatch, srun and scancel fails once in each way. A
+command may say in one line that it does not know. Never may two jobs of the run be there at once, or an end come
+without a line that says what to type.
 """
 FOOT = """\
 *What the user typed*: a command again that had refused in one line, or `resume` after the job had ended with a line
-that says so. *Longest phase*: until the run trains again; Slurm alone holds a requeued job for 6 s.
+that says so. *Longest phase*: until the run trains again.
 
-Where Slurm cannot be asked, the death of a supervisor may be recorded as a preemption: srun then sends SIGTERM to the
-other ranks. Not played: an srun that hangs before it has started a rank. Only the job's time limit ends it.
+Where Slurm cannot be asked, the death of a supervisor may be recorded as a preemption. Not played: an srun that hangs
+before it has started a rank; only the job's time limit ends it.
 """
 
 

@@ -226,12 +226,11 @@ def _pauses(found: Sequence[float]) -> str:
 HEAD = """\
 ## The storm
 
-`python -m tests.faults --storm --report docs/reports.md`: a rank is killed again and again until the run has finished.
-Meanwhile the same model trains under torchrun's elastic restart, under such deaths too, until Laststep is done.
+`python -m tests.faults --storm --report docs/reports.md`: a rank is killed again and again until the run has finished;
+so is one of the same model under torchrun's elastic restart.
 """
 FOOT = """\
-*Pause*: the longest time between two steps after a death. *Goodput*: the time that the kept steps take undisturbed
-(their number times the median time of a step), divided by the time since the first step. *torchrun*: `torchrun
---max-restarts`, DistributedDataParallel and a checkpoint after each epoch, as in torch's own examples. An epoch has
-{steps} steps, {seconds:g} s. The longer an epoch, the more is lost at each death.
+*Goodput*: the time that the kept steps take undisturbed (their number times the median time of a step), divided by the
+time since the first step. *torchrun*: `torchrun --max-restarts`, DistributedDataParallel and a checkpoint after each
+epoch ({steps} steps, {seconds:g} s), as in torch's own examples.
 """

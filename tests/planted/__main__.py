@@ -190,11 +190,10 @@ def page(cases: int, pairs: int) -> str:
     lines = [
         "## Planted differences",
         "",
-        "Does `diff` name the right place? `python -m tests.planted` trains pairs of runs of a small classifier",
-        "(gloo, eager, 1 to 4 ranks, DDP and FSDP2), and plants one difference into the second run of a pair, at a",
-        "random step, rank and operator. A bit is named rightly if the step, the rank, the operator and the number of",
-        "bits are. Bits that changed nothing that was recorded, or ended the run, were drawn again: "
-        f"{sum(o['harmless'] for o in found)}.",
+        "`python -m tests.planted` trains pairs of runs of a small classifier (gloo, eager, 1 to 4 ranks, DDP and",
+        "FSDP2), and plants one difference into the second, at a random step, rank and operator. A bit is named rightly",
+        "if the step, the rank, the operator and the number of bits are. Bits that changed nothing that was recorded, or",
+        f"ended the run, were drawn again: {sum(o['harmless'] for o in found)}.",
         "",
         f"* `diff` named {right} of {len(counted)} differences rightly (planned: {cases})",
         f"* it found no difference in {sum(one['right'] for one in clean)} of {len(clean)} pairs without one "

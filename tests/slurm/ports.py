@@ -164,7 +164,7 @@ def page(days: Sequence[Day]) -> str:
             "",
             "`make ports`: each folder of `examples/ports` has a script with the habits of a well-known one, and its",
             "port. Each port was proved, and trained on two nodes, once undisturbed and once with all of these:",
-            f"{', '.join(STRIKES)}. Where all ranks are killed at once, the steps since the last save are done again.",
+            f"{', '.join(STRIKES)}.",
             "",
             f"* {len(days)} ports: EXACT by `prove` {sum(day.proved for day in days)}, "
             f"with the undisturbed weights and metrics {sum(day.same for day in days)}, "

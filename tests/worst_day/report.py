@@ -11,11 +11,10 @@ from typing import Any
 ABOUT = """\
 ## The worst day of a disk
 
-`make chaos IO=1 N=300`, in some forty minutes: a short run of two ranks is traced, in which rank 1 dies, both start
-again in place, SIGTERM stops them, and `resume` continues to the end. So is a job of one rank that is killed, restarted
-by its batch shell, and requeued. Then one of the file operations fails in each run: with an error (EIO, ENOENT, ESTALE,
-ENOLCK, EROFS, ENOSPC, EDQUOT), once or for three seconds; after a stall; with an old listing, or a name that the client
-believes absent; with half a read or write; or done, and reported as failed. A command that has ended is typed again.
+`make chaos IO=1 N=300`, in some forty minutes: short runs with a death, a restart, a stop, a requeue and a `resume` are
+traced. Then one of their file operations fails in each run: with an error (EIO, ENOENT, ESTALE, ENOLCK, EROFS, ENOSPC,
+EDQUOT), once or for three seconds; after a stall; with an old listing, or a name that the client believes absent; with
+half a read or write; or done, and reported as failed. A command that has ended is typed again.
 """
 
 
