@@ -27,9 +27,8 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
 
-Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs most of them, and ends with a
-table of its limits; `overhead --all` also measures Lightning and Accelerate. `python -m tools.benchmarks` writes this
-page.
+Each figure comes from a script in `benchmarks/`, named in brackets. `make bench` runs most of them, and checks their
+limits; `overhead --all` also measures Lightning and Accelerate.
 
 Medians, some with a 95 % confidence interval; a goal missed by more than the noise is bold. On {cores} cores of
 an {cpu}, Python {python}, torch {torch}, submitit {submitit}, {dates}; two gloo ranks where nothing

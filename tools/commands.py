@@ -23,9 +23,7 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program:
-
-{verbs}
+`laststep VERB`, where Laststep is installed, and `python launch.py VERB`, in a clone, are the same program.
 
 Exit status: 0 done; 1 the run failed; 2 the command or configuration is wrong (one line names the problem and the
 nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
@@ -36,8 +34,6 @@ SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition` and `--t
 `launch.root=FOLDER`.
 
 {shared}
-
-`python -m tools.commands` writes this page from the commands' help.
 """
 Entry = tuple[str, str]  # an option or argument, and its explanation
 ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.MULTILINE)
@@ -63,9 +59,7 @@ def page() -> str:
     texts["hello"] = _help(rank.hello)
     shared = _shared(texts.values())
     blocks = {name: _block(text, shared) for name, text in texts.items()}
-    head = HEAD.format(
-        verbs=textwrap.fill(", ".join(f"[{name}](#{name})" for name in VERBS), 120), shared=_columns(shared)
-    )
+    head = HEAD.format(shared=_columns(shared))
     verbs = [f"## {name}\n\n{blocks[name]}" for name in VERBS]
     return "\n".join([head, *verbs, RANKS, blocks["rank"], HELLO, blocks["hello"]])
 

@@ -23,8 +23,6 @@ path), a YAML file (`--config`: a name in `configs/`, or a path), and the `key=v
 `--dry-run` prints the result. The run folder keeps it as `config.yaml`, which a resumed run reads.
 
 `=` shows the default; the type, the limits or the other values follow. `null` means "none".
-
-`python -m tools.reference` writes this page from the schema in `laststep/config`.
 """
 
 

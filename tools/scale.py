@@ -49,64 +49,60 @@ OPERATIONS = 5
 PAGE = """\
 # Scale
 
-The cost of Laststep on {ranks} ranks ({nodes} nodes of {per_node}), and what breaks first. Nobody has run it at that
-size. *Measured* figures come from `benchmarks/`, on {cores} cores; *calculated* ones follow from these and from two
-assumptions: a shared disk reads or writes {disk} GB/s for all its clients together, and opens {files} small files per
-second.
+The cost of Laststep on {ranks} ranks ({nodes} nodes of {per_node}), where nobody has run it. *Measured* figures come
+from `benchmarks/`, on {cores} cores; *calculated* ones follow from these, and assume that a shared disk reads or writes
+{disk} GB/s for all its clients together, and opens {files} small files per second.
 
 ## How often to save
 
-`checkpoint.every_minutes=auto` chooses the interval by Daly's formula, from what a save costs and how often the run
-fails. Calculated: the share of time lost to saves and repeated steps if each failure killed all ranks, and a node
-failed every {mtbf} days, as in Llama 3's training. The save of {save} s is measured (`benchmarks.save`: 409 MB, 2
-ranks).
+`checkpoint.every_minutes=auto` chooses the interval by Daly's formula. Calculated: the share of time lost to saves and
+repeated steps if each failure killed all ranks, and a node failed every {mtbf} days, as in Llama 3's training. The save
+of {save} s is measured (`benchmarks.save`: 409 MB, 2 ranks).
 
 {intervals}
 
-Use `auto` where saves are expensive or a run fails often: where a save costs {save} s, it gains at most {gain:.2f} %
-over the default of {default:.0f} minutes.
+Use `auto` where saves are expensive or a run fails often: with a save of {save} s it gains at most {gain:.2f} % over
+the default of {default:.0f} minutes.
 
 ## Goodput
 
-Calculated, for a replicated state of {goodput_state}: the part of its time that a run spends on steps that it keeps,
-and what takes the rest; the largest term is bold. Each failure, as frequent as in Llama 3's training ([table
+Calculated, for a replicated state of {goodput_state}: the share of time spent on steps that are kept, and what takes
+the rest; the largest term is bold. Each failure, as frequent as in Llama 3's training ([table
 5](https://arxiv.org/abs/2407.21783): 419 in 54 days on 16,384 GPUs), kills one node, and another is there at once.
-`auto` decides when to save; a meeting takes as long as its store computes, four times as long for twice the ranks. A
-requeued job waits 121 s (Slurm's default) and finds an empty queue.
+`auto` decides when to save; a meeting takes four times as long for twice the ranks. A requeued job waits 121 s (Slurm's
+default) and finds an empty queue.
 
 {goodput}
 
 {goodput_summary}
 
-Not counted: stragglers, a queue, and `launch.hang_timeout_s` for a rank that hangs: {hang_share} of the time on 16,384
-GPUs if every failure were one.
+Not counted: stragglers, and `launch.hang_timeout_s` for hangs: {hang_share} of the time on 16,384 GPUs if every failure
+were one.
 
 ## What grows with the ranks
 
-Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. Each rank is a thread with its own connection; all
-share {cores} busy cores and a local disk.
+Measured (`benchmarks.scale`): milliseconds, medians of {rounds}. The ranks are threads that share {cores} busy cores
+and a local disk.
 
 {growth}
 
-In a *meeting*, as in *agreeing on a stop*, each rank reads the cards of all: N² reads. *A beat*: the heartbeats of all
-ranks, every {beat} s. *Save*: {state} MB until the commit. *Rescue*: one round of the leader. Real ranks, with their
-collectives, take longer to meet: {met} s on {ranks}, by the growth [measured](benchmarks.md) with up to 32.
+*A beat*: the heartbeats of all ranks, every {beat} s. *Save*: {state} MB until the commit. *Rescue*: one round of the
+leader. Real ranks, with their collectives, take longer to meet: {met} s on {ranks}, by the growth
+[measured](benchmarks.md) with up to 32.
 
 ## A rescue
 
-Calculated: how long {ranks} ranks that lose one of them take to save the last step. A round of {round:.2g} s has
-{per_round} operations on files, {load:.0f} % of what the file system can do. Slurm kills the survivors {kill_wait} s
-after the first rank has ended (KillWait). A leader or a writer that dies meanwhile is noticed after {silent:g} s, and
-the others write the rest.
+Calculated: how long {ranks} ranks that lose one of them take to save the last step. Slurm kills the survivors
+{kill_wait} s after the first rank has ended (KillWait). A leader or a writer that dies meanwhile costs {silent:g} s
+more. A round of {round:.2g} s has {per_round} operations on files, {load:.0f} % of what the file system can do.
 
 {rescues}
 
 ## A restore
 
-Calculated: each byte is read by one rank, hashed at the measured {hash} GB/s (`benchmarks.restore`), and sent to all
+Calculated: one rank reads each byte, hashes it at the measured {hash} GB/s (`benchmarks.restore`), and sends it to all
 others in pieces of at most {piece} MB. Assumed: a network that brings each node {network} GB/s, and {hop} µs for a
-piece from one rank to the next. Of 200 GB the hops take {hops} s. A slow disk is no hang: every {unit} MB that a rank
-reads is progress.
+piece from one rank to the next. A slow disk is no hang: every {unit} MB read is progress.
 
 {restores}
 
@@ -114,9 +110,8 @@ reads is progress.
 
 {limits}
 
-torch (2.15) asks the name server about each of a rank's six connections: {lookups} queries when {ranks} ranks start,
-and an unanswered one delays its rank by 5 s. The lock, metrics.jsonl and the cost per step of being able to stop
-together ({agreement} ns, `benchmarks.agreement`) do not grow.
+torch (2.15) asks the name server about each of a rank's six connections: {lookups} queries when {ranks} ranks start; an
+unanswered one delays its rank by 5 s.
 """
 
 
@@ -162,8 +157,6 @@ def page() -> str:
         unit=f"{READ_BYTES / 1e6:.0f}",
         lookups=f"{6 * RANKS:,}",
         restores=restores({**CHECKPOINTS, "200 GB": 200e9}, hash_bytes_s),
-        hops=f"{_pieces(200e9) * RANKS**2 * HOP_S:.0f}",
-        agreement=f"{result('agreement')['cost']:.0f}",
     )
 
 
@@ -308,14 +301,7 @@ def limits(scale: dict[str, Any]) -> str:
 
 def restores(checkpoints: dict[str, float], hash_bytes_s: float) -> str:
     """How long a restore takes all ranks together."""
-    head = [
-        "checkpoint",
-        "read",
-        "sent",
-        f"restored on {RANKS:,} ranks",
-        f"within {RESTORE_LIMIT_S} s",
-        "if each node read it",
-    ]
+    head = ["checkpoint", "read", "sent", f"restored on {RANKS:,} ranks", f"within {RESTORE_LIMIT_S} s"]
     return table(head, (_restore(name, size, hash_bytes_s) for name, size in checkpoints.items()))
 
 
@@ -332,12 +318,7 @@ def _restore(name: str, size: float, hash_bytes_s: float) -> Sequence[object]:
     read_s, _, sent_s, together_s = restore_s(size, RANKS, hash_bytes_s)
     times = [f"{_three(seconds)} s" for seconds in (read_s, sent_s, together_s)]
     within = "yes" if together_s <= RESTORE_LIMIT_S else "no"
-    return [name, *times, within, f"{_three(size * NODES / DISK_BYTES_S)} s"]
-
-
-def _pieces(size: float) -> int:
-    """In how many pieces a rank sends its file of a checkpoint of this size."""
-    return math.ceil(size / RANKS / PIECE_BYTES)
+    return [name, *times, within]
 
 
 def _reached(seconds: float, limit_s: float) -> str:
