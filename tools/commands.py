@@ -31,7 +31,7 @@ nearest valid name); 130 stopped by Ctrl-C, 143 by SIGTERM.
 ## What several verbs take
 
 SIZE is `--nodes`, `--gpus-per-node`, `--tasks-per-node`, `--partition` and `--time`. A verb about runs also takes
-`launch.root=FOLDER`.
+`launch.root=FOLDER`. The first line of a verb leaves out the options that are explained below it.
 
 {shared}
 """
@@ -40,7 +40,6 @@ ENTRY = re.compile(r"^  ([-\w]\S*(?: [A-Z]\S*)*)  +(.*\n(?:      +.*\n)*)", re.M
 ANYWHERE = re.DOTALL | re.MULTILINE
 SIZE = r"\[--nodes N\|MIN-MAX\]\s+\[--gpus-per-node G\]\s+\[--tasks-per-node T\]\s+\[--partition P\]\s+\[--time TIME\]"
 INDENT = 22  # columns before an explanation
-NEWLINE = "\n"
 RANKS = """\
 ## python -m laststep
 
@@ -92,8 +91,18 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = re.sub(r"^(?:positional arguments|options):\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(SIZE, "[SIZE ...]", text).replace(" [launch.root=FOLDER ...]", "")
     usage, _, rest = text.removeprefix("usage: ").partition("\n\n")
-    text = f"{usage.replace(f'{NEWLINE}       ', NEWLINE)}\n\n{rest}"
-    return textwrap.indent(f"{text.replace(' [-h]', '').rstrip()}\n", "    ")
+    explained = [option.rstrip(",") for option in re.findall(r"^  (-[-\w]+(?: [^-\s]\S*)?)", rest, re.MULTILINE)]
+    return textwrap.indent(f"{_short(usage.replace(' [-h]', ''), explained)}\n\n{rest.rstrip()}\n", "    ")
+
+
+def _short(usage: str, explained: Iterable[str]) -> str:
+    """A usage without these options, in lines of 76 columns that break between brackets."""
+    for option in explained:
+        usage = re.sub(rf"\s+\[{re.escape(option)}\]", "", usage)
+    words = re.sub(
+        r"\[[^\[\]]*(?:\[[^\]]*\][^\[\]]*)?\]", lambda found: found[0].replace(" ", "\0"), " ".join(usage.split())
+    )
+    return textwrap.fill(words, 76, subsequent_indent=" " * 10, break_on_hyphens=False).replace("\0", " ")
 
 
 def _help(program: Callable[[Sequence[str]], int]) -> str:

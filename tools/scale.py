@@ -216,8 +216,13 @@ def growth(ranks: dict[str, dict[str, float]]) -> str:
     """Milliseconds by activity and number of ranks."""
     names = [name for name in next(iter(ranks.values())) if name not in LEFT_OUT and not name.endswith(": the store")]
     shown = {size: ranks[size] for size in SHOWN}
-    rows = ([name, *(_three(1000 * taken[name]) for taken in shown.values())] for name in names)
-    return table(["ranks", *(f"{int(size):,}" for size in shown)], rows)
+    limits = {
+        "meeting": f"{1000 * HANG_TIMEOUT_S:,} (`launch.hang_timeout_s`)",
+        "a beat": f"{1000 * BEAT_S:,.0f}, then heartbeats are late",
+        "agreeing on a stop": f"{1000 * ANSWER_S:,.0f}, then the attempt ends by fault",
+    }
+    rows = ([name, *(_three(1000 * taken[name]) for taken in shown.values()), limits.get(name, "")] for name in names)
+    return table(["ranks", *(f"{int(size):,}" for size in shown), "limit"], rows)
 
 
 def met_s() -> float:
@@ -256,7 +261,6 @@ def limits(scale: dict[str, Any]) -> str:
     files = {int(size): count for size, count in scale["open_files"].items()}
     each = (max(files.values()) - min(files.values())) // (max(files) - min(files))
     own = min(files.values()) - each * min(files)
-    most = scale["ranks"][str(RANKS)]
     rows = [
         (
             f"open files of rank 0: {own} and {each} for each rank (measured with {_and(files)} real ranks)",
@@ -270,24 +274,6 @@ def limits(scale: dict[str, Any]) -> str:
             f"{RANKS / POLL_S:,.0f} per second",
             f"{FILES_S:,} per second",
             f"{FILES_S * POLL_S:,.0f} ranks; rank 0's own reads are delayed meanwhile",
-        ),
-        (
-            "agreeing on a stop (measured)",
-            f"{most['agreeing on a stop']:.1f} s",
-            f"{ANSWER_S:.0f} s, then the attempt ends by fault",
-            _reached(most["agreeing on a stop"], ANSWER_S),
-        ),
-        (
-            "a beat (measured)",
-            f"{most['a beat']:.2f} s",
-            f"{BEAT_S} s, then heartbeats are late",
-            _reached(most["a beat"], BEAT_S),
-        ),
-        (
-            "meeting (measured), collectives not counted",
-            f"{most['meeting']:.1f} s",
-            f"{HANG_TIMEOUT_S} s, `launch.hang_timeout_s`",
-            _reached(most["meeting"], HANG_TIMEOUT_S),
         ),
         (
             "files in a checkpoint; logs of a job (calculated)",
@@ -319,10 +305,6 @@ def _restore(name: str, size: float, hash_bytes_s: float) -> Sequence[object]:
     times = [f"{_three(seconds)} s" for seconds in (read_s, sent_s, together_s)]
     within = "yes" if together_s <= RESTORE_LIMIT_S else "no"
     return [name, *times, within]
-
-
-def _reached(seconds: float, limit_s: float) -> str:
-    return "not reached" if seconds < limit_s else "**reached**"
 
 
 def _three(value: float) -> str:
