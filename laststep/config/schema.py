@@ -103,7 +103,7 @@ class Train:
     )
     overfit_batches: int | None = setting(
         None,
-        "train on this many batches only: a model that cannot learn them by heart has a bug. null: on all",
+        "train on this many batches only, to see whether the model can learn them by heart; null: on all",
         least=1,
     )
     batch_size: int = setting(
@@ -134,9 +134,7 @@ class Train:
         "fast. bf16, fp16: autocast",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
-    sanity: bool = setting(
-        True, "run one validation batch before each attempt's first step, so that an error there comes at once"
-    )
+    sanity: bool = setting(True, "run one validation batch before each attempt's first step")
     find_unused_parameters: bool = setting(
         False,
         "with several ranks: allow steps in which parameters get no gradient. One that no rank has used keeps "
@@ -151,7 +149,7 @@ class Train:
     channels_last: bool = setting(False, "store images as NHWC; convolutions are faster on a GPU")
     ema_decay: float = setting(
         0.0,
-        "keep an exponential moving average of the weights, with this decay per step, and validate it; 0: none",
+        "decay per step of an exponential moving average of the weights, which is validated; 0: none",
         least=0,
     )
     activation_checkpointing: bool = setting(
@@ -175,8 +173,7 @@ class Train:
     log_every: int = setting(10, "steps between progress lines; metrics.jsonl has every step", least=1)
     digest_every: int | None = setting(
         100,
-        "write a digest of weights, buffers and optimiser into metrics.jsonl every N steps, for `replay` and "
-        "`diff`; null: none",
+        "steps between digests of the state in metrics.jsonl, for `replay` and `diff`; null: none",
         least=1,
     )
 
@@ -299,8 +296,7 @@ class Launch:
     )
     chain: int = setting(
         1,
-        "jobs in the queue, each after the one before, in place of a requeue: where sites forbid that, or cap a "
-        "job's time",
+        "jobs in the queue, each after the one before: where sites forbid requeues, or cap a job's time",
         least=1,
     )
     max_timeouts: int = setting(100, "attempts of a job or chain that may end at the time limit", least=0)
@@ -328,8 +324,7 @@ class Launch:
     )
     backend: str = setting(
         "auto",
-        "for collectives; auto: nccl on GPUs, gloo on CPUs. gloo on GPUs is slow, and shows whether NCCL is the "
-        "problem",
+        "for collectives; auto: nccl on GPUs, gloo on CPUs",
         choices=("auto", "nccl", "gloo"),
     )
     preflight: bool = setting(
