@@ -46,7 +46,6 @@ SAVE_FIGURES = {
     "stall_s": ("the training loop pauses for a save", "s"),
     "save_s": ("until it is on the disk", "s"),
     "restore_s": ("restoring it from the disk", "s"),
-    "written_mb": ("a rank writes of it", "MB"),
 }
 
 
@@ -279,12 +278,6 @@ def _checkpoints(of: dict[str, Any]) -> Iterator[Row]:
         "the same, plus the slowdown of the steps during the write",
         f"{ours['lost_ms']:.0f} ms of {ours['write_s']:.1f} s",
         f"`async_save` {cost:.0f} ms at best",
-    )
-    sizes = save["bytes_per_rank"]
-    yield (
-        "bytes that each rank writes for it",
-        f"{', '.join(f'{size / 1e6:.0f}' for size in sizes.values())} MB",
-        f"with {', '.join(sizes)} ranks",
     )
     together = of["restore"]["together"]
     for what, key in (

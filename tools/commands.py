@@ -87,6 +87,7 @@ def _block(text: str, shared: Container[Entry]) -> str:
     text = ENTRY.sub(lambda found: "" if _entry(found) in shared else found[0], text)
     text = re.sub(r"^verbs \(default.*?\n\n", "", text, flags=ANYWHERE)
     text = re.sub(r"^Start it (?:under|the way).*?(?=^\S)", "", text, flags=ANYWHERE)  # see launchers.md
+    text = re.sub(r"^Of keys, .*prints them all.*\n?", "", text, flags=re.MULTILINE)  # configuration.md
     text = re.sub(r"^Exit status: 0 done.*?(?=\n\n|\Z)", "", text, flags=ANYWHERE)
     text = re.sub(r"^(?:positional arguments|options):\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(SIZE, "[SIZE ...]", text).replace(" [launch.root=FOLDER ...]", "")

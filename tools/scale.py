@@ -41,9 +41,6 @@ FILES_S = 20_000  # small files that it opens and reads per second, or other ope
 SHOWN = ("2", "32", "128", str(RANKS))  # of the numbers of ranks that were measured
 LEFT_OUT = ("comparing beats", "verify", "restore", "logs")  # measured, but small at any size
 SOFT_LIMIT = 1024  # open files per process in most shells
-# On files, per rank and round of a rescue: it writes its own file and renames it, opens the leader's and looks for the
-# next leader's; and the leader opens the rank's.
-OPERATIONS = 5
 
 PAGE = """\
 # Scale
@@ -93,7 +90,7 @@ leader. Real ranks, with their collectives, take longer to meet: {met} s on {ran
 
 Calculated: how long {ranks} ranks that lose one of them take to save the last step. Slurm kills the survivors
 {kill_wait} s after the first rank has ended (KillWait). A leader or a writer that dies meanwhile costs {silent:g} s
-more. A round of {round:.2g} s has {per_round} operations on files, {load:.0f} % of what the file system can do.
+more.
 
 {rescues}
 
@@ -142,9 +139,6 @@ def page() -> str:
         beat=BEAT_S,
         state=f"{scale['state_bytes'] / 1e6:.0f}",
         met=f"{met_s():.0f}",
-        round=round_s(RANKS),
-        per_round=f"{OPERATIONS * RANKS:,}",
-        load=100 * OPERATIONS * RANKS / round_s(RANKS) / FILES_S,
         kill_wait=DEFAULT_KILL_WAIT_S,
         rescues=rescues({**CHECKPOINTS, "200 GB": 200e9}),
         silent=SILENT_S,

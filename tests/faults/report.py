@@ -198,29 +198,26 @@ def _most(total: Sequence[str]) -> str:
 PROCESSES_HEAD = """\
 ## The worst day of processes
 
-`make chaos PROCESSES=1 N=80`: each of these faults at each moment of a run of two ranks. The attempt may end, if the
-next one continues.
+`make chaos PROCESSES=1 N=80`: no process or thread starts, SIGKILL of each process, clocks apart, a node's reboot, at
+each moment of a run of two ranks. The attempt may end, if the next one continues.
 
 """
 PROCESSES_FOOT = """\
 At the moments "rescue" and "restart in place" a rank has just been killed, so the fault may take the last one, and cost
-the steps since the last save. Under --local the run waits for its user after a stop, after the end of the command, and
-after the death of a loader worker. A supervisor that is killed before the ranks have met ends that start after a
-minute.
+the steps since the last save. Under --local the run waits for its user [where nothing is
+retried](guarantees.md#which-errors-are-retried). A supervisor that is killed before the ranks have met ends that start
+after a minute.
 """
 
 
 def processes_page(hits: Sequence[Hit], kinds: Mapping[str, Fault], lines: Sequence[str], wrong: Sequence[str]) -> str:
     """The section about the worst day of processes."""
-    met = {name: fault for name, fault in kinds.items() if any(hit.fault == name for hit in hits)}
-    struck = [f"--local: {fault.does}" if name.startswith("local-") else fault.does for name, fault in met.items()]
+    met = [name for name in kinds if any(hit.fault == name for hit in hits)]
     total = _row("all", "", hits)
     violations = [f"{_place(hit)}: {what}" for hit in hits for what in hit.wrong] + list(wrong)
     return PROCESSES_HEAD + "\n".join(
         [
             f"* {len(hits)} faults of {len(met)} kinds; {len(violations)} violations",
-            f"* kinds: {'; '.join(struck)}",
-            f"* what the runs were doing: {_moments(hits)}",
             f"* recovered: {total[3]}",
             _most(total[4:6]),
             *(f"* {line}" for line in lines),
