@@ -149,9 +149,7 @@ class Report:
             f"{minutes(self.elapsed_s)} (min:s)",
         ]
         if self.repeated:
-            lines.append(
-                f"these runs had a violation, and were repeated after a correction: {', '.join(self.repeated)}"
-            )
+            lines.append(f"repeated after a correction: {', '.join(self.repeated)}")
         return lines + [f"not tested ({what}): {why}" for what, why in self.lacks.items()]
 
 
