@@ -51,8 +51,9 @@ SLOW_MEETING_S = 30.0  # after this a rank logs which ranks it is waiting for
 # How long a collective may take. The watchdog, which knows where each rank is stuck, acts long before. torch measures
 # by a clock: ranks that were suspended while they waited for each other would find that their collective timed out.
 COLLECTIVE = timedelta(days=20)  # less than 32 bits of milliseconds
-# How long the ranks wait for each other in `Group.close`, when all the work is done.
-CLOSE_S = 10.0
+# How long the ranks wait for each other in `Group.close`, when all the work is done, and rank 0 then for the others to
+# leave the store.
+CLOSE_S, LEAVE_S = 10.0, 4.0
 MOST_SKEW_S = 10.0  # between the clocks of two nodes
 
 
@@ -282,10 +283,14 @@ class Group:
             self.barrier(timeout_s=24 * 3600)
 
     def close(self) -> None:
-        """Disconnect once every rank has finished its last collective, or a peer that still reads would be cut off;
-        wait only CLOSE_S, as a rank may be dead."""
+        """Disconnect once every rank has finished its last collective, or a peer that still reads would be cut off.
+        Rank 0, which serves the store, leaves last. The waits are short, as a rank may be dead."""
         with contextlib.suppress(dist.DistError):
             self._barrier("closing", timedelta(seconds=CLOSE_S))
+            self.store.set(f"left/{self.world.rank}", "")  # a rank's last access; torch waits for no answer to it
+            if self.world.rank == 0:
+                names = [f"left/{rank}" for rank in range(self.world.size)]
+                self.store.wait(names, timedelta(seconds=LEAVE_S))
         if dist.is_initialized():
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # the current device is the thread's, and this may be another one

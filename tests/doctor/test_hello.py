@@ -84,6 +84,18 @@ def test_a_wrong_sum(tmp_path: Path) -> None:
     end(ranks[1], status=1)
 
 
+def test_rank_0_leaves_last(tmp_path: Path) -> None:
+    """A rank that is slow to read the store for the last time: torch prints pages if the store is gone by then."""
+    slow = (
+        "import time\nfrom laststep.ranks.meeting import SealedStore as Store\nread = Store._read\n"
+        "Store._read = lambda store, keys: (time.sleep(2 * (keys == ['closing/open'])), read(store, keys))[1]"
+    )
+    ranks = [begin(tmp_path, a_script(slow), {**TWO, "RANK": str(rank)}) for rank in range(2)]
+    began = time.monotonic()
+    assert [end(one)[1] for one in ranks] == ["", ""]
+    assert time.monotonic() - began > 2, "no rank was slow"
+
+
 def test_a_rank_that_does_not_start(tmp_path: Path) -> None:
     """It is named on one line, and the file that rank 0 published for it is removed."""
     impatient = "from laststep.ranks import group\ngroup.MEETING_S = 2.0"
