@@ -2,7 +2,8 @@
 `python -m laststep.alert.looker FOLDER [once]`.
 
 Beside rank 0 it looks every LOOK_S, and a last time when it is asked to end. With `once` it looks once: beside the rank
-that has recorded an end, in the batch shell, and in a command that watches the run.
+that has recorded an end, in the batch shell, and for a command that watches the run. Under `--local` the command looks
+once the ranks have ended, so that none of them waits for a server.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import shlex
 import shutil
 import signal
@@ -35,6 +37,8 @@ from laststep.say import say
 
 MODULE = "laststep.alert.looker"
 LOOK_S = 5.0
+ONCE_S = int(2 * SEND_S)  # a process that looks once ends itself after that
+LEAVE_S = 5.0  # how long a command waits for it
 CLOCKS_S = 60.0  # that the clocks of two hosts may differ
 BACK = events.WINDOW + events.STEPS  # steps to read again at a start: their range
 
@@ -43,7 +47,13 @@ def programs(config: Any, run: RunDir) -> Iterator[Beside]:
     """One beside rank 0, and one beside the rank that records an end, which may be another."""
     if config.alert.to and run.secrets.exists():
         yield Beside("alert", MODULE, "run", memory_gb=2.0)
-        yield Beside("alert", MODULE, "end", memory_gb=2.0)
+        if not _is_local():
+            yield Beside("alert", MODULE, "end", memory_gb=2.0)
+
+
+def _is_local() -> bool:
+    """Whether this is beside a rank of `--local`: its command looks once the ranks have ended."""
+    return os.environ.get("SUBMITIT_EXECUTOR") == "local"
 
 
 def check(config: Any, machine: Any) -> None:
@@ -140,29 +150,45 @@ def _idle(run: RunDir) -> Any:
     return None
 
 
-def look_once(folder: Path, wait_s: float = 2 * SEND_S) -> None:
-    """Have a process of its own look at a run, and wait for it, for so long: for commands and the batch shell. Never
-    raises."""
+def look_once(folder: Path) -> None:
+    """Have a process of its own look at a run: for commands and the batch shell. A command leaves it to itself after
+    LEAVE_S. Never raises."""
     package = str(Path(__file__).parent.parent.parent)
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from laststep.alert.looker import main; main(sys.argv[1:])"
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, package, str(folder), "once"],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    log = RunDir(folder).beside_log("alert")
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as file:  # who waits for the end of this command's output is not to wait for that process
+            begins = file.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, package, str(folder), "once"],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        waiting = threading.Thread(target=process.wait, name="alert", daemon=True)  # reaps it, however late
+        waiting.start()
+        waiting.join(ONCE_S + LEAVE_S if _ends_with_us() else LEAVE_S)
+        with log.open("rb") as file:
+            file.seek(begins)
+            sys.stdout.write(file.read().decode(errors="replace"))
+        if waiting.is_alive():
+            say(f"alerts are still being sent, for up to {ONCE_S} s; {log} says how that ends")
+
+
+def _ends_with_us() -> bool:
+    """Whether what this process leaves behind is killed soon: in a job, and as a container's main program."""
+    return "SLURM_JOB_ID" in os.environ or os.getppid() <= 1
 
 
 def main(words: Sequence[str]) -> None:
     """Look until SIGTERM, or once."""
     run, once = RunDir(words[0]), len(words) > 1
     over = threading.Event()
-    if not once:
+    if once:
+        signal.alarm(ONCE_S)  # which kills it
+    else:
         signal.signal(signal.SIGTERM, lambda *_: over.set())
     try:
         watch = Watch(run)
@@ -170,6 +196,8 @@ def main(words: Sequence[str]) -> None:
         return say(f"no alerts: {error}")
     while True:
         last = once or over.is_set()
+        if not once and last and _is_local():
+            return
         with contextlib.suppress(OSError):
             watch.look()
         if last:

@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -109,10 +110,12 @@ def _notify(event: Event, target: str) -> str:
 
 def _run_command(event: Event, line: str, run: RunDir, deadline_s: float) -> str:
     """Run a command with the text on its stdin, in a session of its own."""
+    # Kills it if this process is killed before it can.
+    limit = ["timeout", "-s", "KILL", f"{deadline_s + 1:g}"] if shutil.which("timeout") else []
     about = {"LASTSTEP_ALERT": event.kind, "LASTSTEP_ALERT_TITLE": event.title, "LASTSTEP_RUN": str(run.path)}
     try:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", line],
+            [*limit, "/bin/sh", "-c", line],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from laststep.alert import events, post
+from laststep.alert import events, looker, post
 from laststep.alert.events import Event, Loss
 from laststep.alert.looker import Watch, look_once
 from laststep.cli.main import main
@@ -25,6 +26,7 @@ from laststep.rundir import RunDir
 from laststep.submission.submission import ready
 from tests.alert.server import Webhook, webhook
 from tests.support.commands import refusal
+from tests.support.project import wait_until
 from tests.telemetry.nvml import Nvml
 from tests.telemetry.test_telemetry import sampled
 
@@ -183,8 +185,50 @@ def test_a_look_in_a_process_of_its_own(run: RunDir, hook: Webhook) -> None:
     """As the batch shell and watching commands do it: they load nothing, and end in time."""
     make(run, [FINISHED], [hook.url])
     look_once(run.path)
-    assert hook.titles == ["seen finished"]
+    wait_until(lambda: hook.titles == ["seen finished"], "not sent")
     look_once(run.path / "gone")
+
+
+def test_nobody_waits_for_a_slow_command(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that sends outlives the command that has started it, and does not hold its output."""
+    monkeypatch.setattr(looker, "LEAVE_S", 0.5)
+    monkeypatch.setattr(looker, "_ends_with_us", lambda: False)
+    sent = tmp_path / "sent"
+    make(run, [FINISHED], [f"sleep 3; cat > {sent}"])
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    look_once(run.path)
+    assert not sent.exists()
+    sys.stdout.close()
+    with os.fdopen(read) as output:
+        assert "still being sent" in output.read(), "and ends"
+    assert not sent.exists()
+    wait_until(lambda: "alert finished sent" in run.beside_log("alert").read_text(), "not sent")
+    assert "seen finished" in sent.read_text() and list(run.alerts.glob("*.sent"))
+
+
+def test_a_command_outlives_no_sender_for_long(run: RunDir, tmp_path: Path) -> None:
+    """A sender that is killed leaves a command that hangs, which ends by itself."""
+    code = (
+        "from pathlib import Path; from laststep.alert import post; from laststep.alert.events import Event; "
+        "from laststep.rundir import RunDir; "
+        f"post.send(Event('finished', 'k', 't', 'x'), 'echo $$ > {tmp_path}/pid; sleep 99; :', RunDir('x'), 1.5)"
+    )
+    sender = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "no command")
+    sender.kill()
+    sender.wait()
+    place = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    wait_until(lambda: not (place / "exe").exists(), "the command hangs on")
+
+
+def test_a_rank_of_a_command_leaves_the_end_to_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the end of `--local` would wait for a server that hangs."""
+    make(run, [FINISHED], ["true"])
+    config = Config.load(run.config)
+    assert [one.where for one in looker.programs(config, run)] == ["run", "end"]
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    assert [one.where for one in looker.programs(config, run)] == ["run"]
 
 
 def test_a_broken_run_folder_ends_nothing(run: RunDir) -> None:
