@@ -23,7 +23,7 @@ from laststep.ranks.disk import Patience
 from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, Signals, start_thread
-from laststep.ranks.slurm import CHAIN_VARIABLE, SlurmError, requeue_job
+from laststep.ranks.slurm import BY_CHAIN, CHAIN_VARIABLE, SlurmError, requeue_job
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
@@ -149,7 +149,7 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
     by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
     try:
         if record is not None and record["requeue"] and CHAIN_VARIABLE in os.environ:
-            say("the next job of the chain continues the run")
+            say(BY_CHAIN)
         elif handler is not None:
             handler()  # calls Trainer.checkpoint and scontrol requeue, then raises SystemExit
         elif state.world.on_slurm and record is not None:

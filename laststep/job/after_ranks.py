@@ -49,6 +49,7 @@ from laststep.ranks.disk import Patience, look_anew
 from laststep.ranks.launchers import UNDECIDED, detect_world, restarts_in_place
 from laststep.ranks.process import SIGNALLED, STOP_SIGNALS
 from laststep.ranks.slurm import (
+    BY_CHAIN,
     CHAIN_VARIABLE,
     EXPEDITE,
     REPLACED,
@@ -180,7 +181,7 @@ class AfterRanks:
         to be wrong."""
         say(f"WARNING: the disk fails after the ranks have ended: {error}")
         if self._in_chain:
-            return say("the next job of the chain continues the run, unless a record forbids it")
+            return say(f"{BY_CHAIN}, unless a record forbids it")
         if why := self._why_not_requeued_unrecorded():
             say(f"not requeued: {why}")
             if self._is_configured:
@@ -233,7 +234,7 @@ class AfterRanks:
             return Follows.END
         job = self._ask_slurm()
         if job is None and self._in_chain:
-            say("Slurm does not answer on this node; the next job of the chain continues the run")
+            say(f"Slurm does not answer on this node; {BY_CHAIN}")
             return Follows.REQUEUE
         if job is None:
             say(f"not requeued: {self._no_answer()}")
@@ -262,7 +263,7 @@ class AfterRanks:
             if why:
                 say(f"no restart in this allocation: {why}")
             if self._in_chain:
-                say(f"the attempt ended ({reason}); the next job of the chain continues the run")
+                say(f"the attempt ended ({reason}); {BY_CHAIN}")
                 return follows
             say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
             try:

@@ -25,6 +25,8 @@ Job = Mapping[str, str]  # the fields of `scontrol show job`
 TAG = re.compile(r"\blaststep:[0-9a-f]{12}\b")
 TAG_VARIABLE = "LASTSTEP_JOB_TAG"
 CHAIN_VARIABLE = "LASTSTEP_CHAIN"  # in a job of a chain, see launch.chain: the tag of the first of its jobs
+# Whether one is left is known at the very end of the job, which says it: laststep/submission/chain.py.
+BY_CHAIN = "the next job of the chain, if one is left, continues the run"
 # States of a node on which no ranks are to start. "*": it does not respond.
 UNFIT = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|\*")
 # The states of a job that has its nodes and that nobody has ended; Slurm shows a flag in place of RUNNING. SIGNALING

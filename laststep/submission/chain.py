@@ -47,7 +47,7 @@ def begins(folder: RunDir) -> bool:
 
 def _deepened(folder: RunDir, run: RunDir, config: Config, chain: str, job_id: str) -> list[str] | None:
     """Submit what the chain lacks behind its last job, and keep those that wait from the nodes that the run leaves by
-    now. Returns the jobs that wait then; None if Slurm does not answer."""
+    now. Returns the jobs that wait, without those that it submits; None if Slurm does not answer."""
     known = len(read_submissions(run.submissions))  # first: whatever another process submits from now on is noticed
     waiting = _waiting(run, chain, job_id)
     if waiting is None:
@@ -94,6 +94,10 @@ def ends(folder: RunDir) -> None:
         return _cancel(_waiting(run, chain, job_id))
     waiting = _deepened(folder, run, trainer.config, chain, job_id)  # there may be room now that there was not before
     if waiting is not None and not waiting:
+        waiting = _waiting(run, chain, job_id)  # what was submitted just now
+    if waiting:
+        say(f"job {waiting[0]} of the chain continues the run")
+    elif waiting is not None:
         resume = our_command(f"resume {run.typed}")
         say(f"no job of the chain is left (launch.chain={trainer.config.launch.chain}); `{resume}` continues the run")
 

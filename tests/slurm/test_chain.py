@@ -78,7 +78,8 @@ def test_stopped(user: User) -> None:
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
     assert "resuming after step" in said, "--follow goes on in the log of the next job"
-    assert "the next job of the chain continues the run" in said and "not requeued" not in said, said
+    log = (user.run("chained").logs / f"{first}_0_log.out").read_text()
+    assert f"job {second} of the chain continues the run" in log and "not requeued" not in said + log, log
     assert ends(user, "chained") == [("preempted", first, 0), ("finished", second, 0)]
     assert fingerprint(user.run("chained")) == undisturbed(2, *WAITS)
     waits_for_empty_queue(user, "chained")
@@ -116,6 +117,7 @@ def test_nodes_that_may_not_submit(user: User) -> None:
     resume = rf"`\S+ .*resume {user.run('alone').path}`"
     assert re.search(rf"0 jobs of the chain left, 1 needed for the \d+ steps left at [\d,]+ a job; {resume}", log), log
     assert re.search(rf"no job of the chain is left \(launch.chain=2\); {resume} continues the run", log), log
+    assert "of the chain continues" not in log, "nothing that the next line takes back"
     assert [reason for reason, _, _ in ends(user, "alone")] == ["preempted", "preempted"]
     in_jobs.unlink()
     user.types("resume", "alone", "--follow")

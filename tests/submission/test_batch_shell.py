@@ -8,14 +8,16 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from laststep.config.checks import nodes_for
+from laststep.config.config import Config
 from laststep.config.schema import Launch
-from laststep.ranks.slurm import TAG_VARIABLE
+from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE
 from laststep.rundir import RunDir
-from laststep.submission import sbatch
+from laststep.submission import chain, sbatch
 from tests.support.clients import Clients, missing
 from tests.support.needs import require
 from tests.support.project import DEADLINE_S, wait_until
@@ -206,3 +208,31 @@ def test_after_ranks_has_decided(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
     lines = [*sbatch.after_ranks(run, SPARE), "exit 9"]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env={**os.environ, "SLURM_JOB_ID": "7"})
     assert done.returncode == 9 and not (folder / "orders").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_queue", "says"),
+    [
+        ([["8", "9"]], "job 8 of the chain continues the run"),
+        ([[], ["9"]], "job 9 of the chain continues the run"),  # submitted just now
+        ([[], []], "no job of the chain is left"),
+        ([None], ""),
+    ],
+)
+def test_which_job_of_the_chain_continues(
+    in_queue: list[list[str] | None],
+    says: str,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A job's last line is right whatever the queue holds: its ranks cannot know."""
+    trainer = SimpleNamespace(run=run, config=Config.load(None, ["launch.chain=2"]))
+    monkeypatch.setenv(CHAIN_VARIABLE, "tag")
+    monkeypatch.setattr(chain, "_this_job", lambda _: ("7", trainer))
+    monkeypatch.setattr(chain, "_waiting", lambda *_: in_queue.pop(0))
+    monkeypatch.setattr(chain, "lengthen", lambda *_: 1)
+    monkeypatch.setattr(chain, "keep_from_bad_nodes", lambda *_: None)
+    chain.ends(run)
+    said = capfd.readouterr().out
+    assert says in said and bool(said) == bool(says) and not in_queue
