@@ -8,7 +8,7 @@ file, which names modules by strings and imports them when they are needed. A ro
     hooks       a module with any of these functions, which must be quick, and import neither torch nor a tracker:
 
         check(config, machine)              before a submission; raises ConfigError
-        environment(config, run, world)     variables to set in a rank before the user's code is imported
+        environment(config, run, world)     variables to set in a rank before the user's code is imported; None removes
         programs(config, run)               the programs that run beside the training: laststep.ranks.beside.Beside
         outside(run)                        an attempt has ended, and what started its ranks, or watches, looks on
         cells(run)                          cells for the table of `status`: texts by title
@@ -104,20 +104,21 @@ def check(config: Any, machine: Any) -> None:
 
 
 def export(config: Any, run: RunDir, world: Any) -> Callable[[], None]:
-    """Set the variables that rooms want in this rank. Call what this returns to put back what was there before."""
-    wanted: dict[str, str] = {}
+    """Set the variables that rooms want in this rank, or remove them. Call what this returns to put back what was there
+    before."""
+    wanted: dict[str, str | None] = {}
     for hook in _hooks("environment"):
         wanted |= _safely(hook, config, run, world) or {}
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
 
-    def undo() -> None:
-        for name, value in before.items():
+    def put(variables: Mapping[str, str | None]) -> None:
+        for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
-    return undo
+    put(wanted)
+    return lambda: put(before)
 
 
 def programs(config: Any, run: RunDir) -> list[Any]:

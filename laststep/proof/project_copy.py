@@ -17,6 +17,7 @@ from pathlib import Path
 
 from laststep.code import code_copy
 from laststep.config.config import Config, with_launch
+from laststep.records.probes import without_trackers
 from laststep.runs.run_folders import PROJECT
 from laststep.script import FILE, files_of
 
@@ -48,7 +49,7 @@ class ProjectCopy:
         inside = [self._place(path) for place in origin.python_path if (path := repository / place).is_dir()]
         users = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         paths = [PROJECT, *inside, *(self._place(self._here / each) for each in users)]
-        self.environment = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))), **_without_trackers(to)}
+        self.environment = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))), **without_trackers(to)}
         for file in files_of(config.script, self._here)[:1] if config.script else ():
             self.environment[FILE] = str(self._place(file.resolve()))
         self._watched = [*self._copies, *_named(config, self._here)]
@@ -154,17 +155,3 @@ def _named(config: Config, here: Path) -> Iterator[Path]:
         path = Path(os.path.expanduser(word.rpartition("=")[2]))
         if path.is_absolute() and path.parent != path and not here.is_relative_to(path):
             yield path
-
-
-def _without_trackers(folder: Path) -> dict[str, str]:
-    """Environment with which a script's trackers send nothing, and write nothing outside `folder`."""
-    return {
-        "WANDB_MODE": "disabled",
-        "MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri(),
-        "NEPTUNE_MODE": "debug",
-        "COMET_START_ONLINE": "0",
-        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
-        "CLEARML_OFFLINE_MODE": "1",
-        "SWANLAB_MODE": "disabled",
-        "TRACKIO_DIR": str(folder / "trackio"),
-    }

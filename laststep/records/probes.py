@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypedDict
 
 from laststep.records.metrics import CLOCK, is_step, read_lines
@@ -64,6 +65,29 @@ class ProbePlan:
         if self.steps is not None:
             return step == self.steps
         return step == MOST_STEPS or (epoch > 1 and step_of_epoch >= INTO_SECOND_EPOCH and step >= LEAST_STEPS)
+
+
+def without_trackers(folder: Path) -> dict[str, str]:
+    """Environment with which a watched script's own trackers send nothing, and write nothing outside `folder`, unless
+    its code names a mode or an address."""
+    return {
+        "WANDB_MODE": "disabled",
+        "MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # a database takes half a minute to make, and puts files elsewhere
+        "NEPTUNE_MODE": "debug",
+        "COMET_START_ONLINE": "0",
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "CLEARML_OFFLINE_MODE": "1",
+        "SWANLAB_MODE": "disabled",
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
+
+
+# Variables that would lead it to a run or a server all the same. A rank removes them: few may be empty.
+TO_TRACKERS = (
+    *("WANDB_RUN_ID", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_REGISTRY_URI"),
+    *("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"),
+)
 
 
 class Variable(TypedDict):

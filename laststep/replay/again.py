@@ -22,14 +22,14 @@ from laststep import rooms
 from laststep.checkpoint.files import CheckpointError
 from laststep.checkpoint.store import CheckpointStore
 from laststep.code import code_copy
-from laststep.config.config import Config
+from laststep.config.config import Config, with_launch
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
 from laststep.config.schema import without_gpus
 from laststep.ranks.slurm import is_job_id
 from laststep.records.attempt_record import done_by, reason_in
 from laststep.records.metrics import CLOCK, newest_step, steps_from
-from laststep.records.probes import ProbePlan
+from laststep.records.probes import ProbePlan, without_trackers
 from laststep.records.submissions import read_submissions
 from laststep.rundir import RunDir
 from laststep.runs import run_config, run_folders
@@ -248,6 +248,7 @@ def _config(stretch: Stretch, part: Part, folder: Path, name: str) -> Config:
         config.launch,
         name=name,
         root=str(folder),
+        env={**config.launch.env, **without_trackers(RunDir(folder / name).probes)},
         nodes=1,
         gpus_per_node=part.ranks if on_gpus else 0,
         tasks_per_node=None if on_gpus else part.ranks,
@@ -346,7 +347,7 @@ def debug(stretch: Stretch, run: RunDir, asked: Mapping[str, str]) -> int:
         launch = dataclasses.replace(config.launch, hang_timeout_s=10**9)
         config = dataclasses.replace(config, launch=launch)
         config.save(run.config)
-        os.environ.update({**plan.environment(), **_code(stretch.run, config)})
+        os.environ.update({**plan.environment(), **without_trackers(run.probes), **_code(stretch.run, config)})
         status = local.run_debug(config)
     return 0 if status > 128 else status  # the stop after the step
 
@@ -378,7 +379,9 @@ def job_for(stretch: Stretch, words: Sequence[str], plan: ProbePlan | None = Non
     launch = dataclasses.replace(config.launch, name=None, root=str(run.path.parent.absolute()), env=env)
     search = code_copy.search_path(run, config, runs_copy=True)
     config = once(dataclasses.replace(config, launch=launch))
-    return submission.ready(config, Machine(Way.SLURM, search=search, words=words), name)
+    config = submission.ready(config, Machine(Way.SLURM, search=search, words=words), name)
+    silent = without_trackers(run_folders.folder_of(config).probes)
+    return with_launch(config, env={**config.launch.env, **silent})
 
 
 def submit_job(stretch: Stretch, config: Config) -> RunDir:

@@ -28,6 +28,8 @@ from laststep.config.errors import ConfigError, nearest
 from laststep.config.machine import Machine, Way
 from laststep.config.secret import HIDDEN, IN_URL
 from laststep.ranks.beside import Beside
+from laststep.records.probes import TO_TRACKERS
+from laststep.rooms import PROBED
 from laststep.rundir import RunDir, aside, fsync
 from laststep.say import command, note, say
 
@@ -136,9 +138,12 @@ def check(config: Any, machine: Machine) -> None:
             note(f"[laststep] WARNING: {error}")  # a run that has trained for days continues without its tracker
 
 
-def environment(config: Any, run: RunDir, world: Any) -> dict[str, str]:
-    """What makes a tracker in the user's script continue the run of that tracker that this run has. Of rank 0 alone."""
-    variables: dict[str, str] = {}
+def environment(config: Any, run: RunDir, world: Any) -> dict[str, str | None]:
+    """What makes a tracker in the user's script continue the run of that tracker that this run has. Of rank 0 alone.
+    Where a run is only tried out, or done again, such a tracker is silent: see `without_trackers`."""
+    if PROBED in os.environ:
+        return dict.fromkeys(TO_TRACKERS)
+    variables: dict[str, str | None] = {}
     for wish in wishes(config) if world.rank == 0 else ():
         if wish.by_script and wish.tracker == "wandb":
             variables |= {"WANDB_RUN_ID": made_once(run, "wandb"), "WANDB_RESUME": "allow", "WANDB_NAME": run.name}

@@ -126,6 +126,38 @@ def test_a_script(
     assert (said["from"], said["ranks"], said["steps"], said["digests_compared"]) == (4, 2, [6, 7], 2)
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_script_with_trackers_of_its_own(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own calls find the run's tracker in a run, and nobody in a replay, in what `--from` does again and in `diff`,
+    whatever the shell or the run's own variables say."""
+    source, seen = SCRIPTS["plain"][0].read_text(), tmp_path / "seen"
+    variables = "{name: os.environ.get(name) for name in ('WANDB_RUN_ID', 'WANDB_MODE', 'TRACKIO_SPACE_ID')}"
+    note = f"import json\nprint(json.dumps({variables}), file=open({str(seen)!r}, 'a'))\n"
+    (tmp_path / "train.py").write_text(source.replace("run = laststep.run()\n", f"run = laststep.run()\n{note}", 1))
+    options = ["device=cpu", "launch.env.WANDB_MODE=offline", "track.wandb={project: p, by: script}"]
+    options += ["train.digest_every=1", f"launch.root={root}", as_override(["train.py", "--steps", "4"])]
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    monkeypatch.chdir(PROJECT)
+    runs = []
+    for number, name in enumerate(("one", "other")):
+        config = Config.load(None, [*options, f"launch.name={name}", f"seed={number}"])
+        env = {FILE: str(tmp_path / "train.py"), **config.launch.env}
+        runs.append(train(config, env, functools.partial(os.chdir, tmp_path)))
+    for each in read_lines(seen):
+        assert len(each.pop("WANDB_RUN_ID")) == 12
+        assert each == {"WANDB_MODE": "offline", "TRACKIO_SPACE_ID": "me/space"}
+    seen.unlink()
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", str(runs[0].path), "--step", "3"]) == 0
+    with again.up_to(runs[0], 3):
+        pass
+    assert main(["diff", *(str(run.path) for run in runs)]) == 1
+    silent = {"WANDB_RUN_ID": None, "WANDB_MODE": "disabled", "TRACKIO_SPACE_ID": None}
+    assert read_lines(seen) == [silent] * 4, capfd.readouterr()
+
+
 def planted(root: Path, name: str, plant: dict[str, Any]) -> RunDir:
     """A run of two ranks with a planted difference."""
     words = ["task=tests.planted.task.Planted", "device=cpu", "train.batch_size=8", "train.epochs=1"]

@@ -22,6 +22,7 @@ def test_a_job_does_it_again(user: User) -> None:
     assert "replay done-again from the checkpoint of step 3, 2 ranks\n" in said and ": 2 nodes x 1 rank\n" in said
     assert "\nsteps 4 to 5: the same (metrics and 1 digest)\n" in said, said
     (again,) = user.root.glob("done-again-replay-4-*")
+    assert f"TRACKIO_DIR: {again}/probes" in (again / "config.yaml").read_text(), "its script's trackers are silent"
     (attempt,) = user.attempts(again.name)
     assert (attempt["reason"], attempt["end_step"], attempt["requeue"]) == ("cancelled", 5, False)
     assert (again / "code").resolve() == user.run("done-again").code.resolve(), "the code of that time"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +14,48 @@ import pytest
 from laststep.config.config import Config
 from laststep.records.media import media_of
 from laststep.records.metrics import is_step, read_lines
+from laststep.records.probes import TO_TRACKERS, without_trackers
 from laststep.rundir import RunDir
+from tests.alert.server import webhook
 from tests.support.project import wait_until
 from tests.support.ranks import Attempt, reasons
 from tests.support.runs import config
 from tests.track.test_once import send_the_rest, shown
+
+ALL_TRACKERS = """
+import json, os, sys
+for name in json.loads(sys.argv[1]):
+    os.environ.pop(name, None)
+import mlflow, trackio, wandb
+wandb.init(project="p", id="own", resume="must").log({"loss": 1.0})
+trackio.init(project="p", name="own", resume="allow")
+trackio.log({"loss": 1.0})
+trackio.finish()
+mlflow.log_metric("loss", 1.0)  # begins a run, which ends with the process
+mlflow.log_artifact(__file__)
+"""
+
+
+def test_silent_trackers(tmp_path: Path) -> None:
+    """What keeps a script's own trackers silent does so in the packages that are installed: they fail nowhere, write
+    into the one folder, and ask no server."""
+    for name in ("mlflow", "trackio", "wandb"):
+        pytest.importorskip(name)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "all.py").write_text(ALL_TRACKERS)
+    with webhook() as server:
+        url = server.url.replace("json://someone:hush@", "http://")
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HOME")}
+        env |= {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "a", "WANDB_RUN_ID": "own"}
+        env |= {"MLFLOW_RUN_ID": "own", "MLFLOW_EXPERIMENT_ID": "7", "MLFLOW_REGISTRY_URI": url}
+        env |= {"TRACKIO_SERVER_URL": f"{url}?write_token=t", "TRACKIO_WEBHOOK_URL": url}
+        env |= without_trackers(tmp_path / "silent")
+        words = [sys.executable, str(tmp_path / "all.py"), json.dumps(TO_TRACKERS)]
+        done = subprocess.run(words, cwd=tmp_path / "here", env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert not server.asked
+    assert {path.name for path in (tmp_path / "silent").iterdir()} == {"mlflow", "trackio"}
+    assert not list((tmp_path / "here").iterdir())
 
 
 def hurried() -> None:

@@ -4,6 +4,7 @@ the fix; and what the core asks for: variables of a script that sends by itself,
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from laststep import rooms
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.config.machine import Machine, Way
@@ -177,9 +179,23 @@ def test_a_script_that_sends_by_itself(tmp_path: Path) -> None:
     first = wanted.environment(config, run, a_world(0, 2))
     assert first == wanted.environment(config, run, a_world(0, 2))
     assert wanted.environment(config, run, a_world(1, 2)) == {}
-    assert first["WANDB_RESUME"] == "allow" and len(first["WANDB_RUN_ID"]) == 12
+    assert first["WANDB_RESUME"] == "allow" and len(first["WANDB_RUN_ID"] or "") == 12
     assert (first["WANDB_PROJECT"], first["WANDB_ENTITY"], first["WANDB_NAME"]) == ("p", "e", "own")
     assert wanted.programs(config, run) == []
+
+
+def test_a_script_that_is_only_tried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prove`, --smoke and a replay: nothing leads its tracker to a run or a server, and no server makes a run."""
+    run = RunDir(tmp_path / "own")
+    words = ["track.wandb={project: p, by: script, mode: offline}", "track.mlflow={experiment: e, by: script}"]
+    config = Config.load(None, [*words, f"launch.root={tmp_path}", "launch.name=own"])
+    monkeypatch.setenv(rooms.PROBED, "{}")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "another")
+    undo = rooms.export(config, run, a_world(0, 1))
+    assert not {"WANDB_RUN_ID", "WANDB_MODE", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"} & os.environ.keys()
+    assert not run.path.exists()
+    undo()
+    assert os.environ["MLFLOW_RUN_ID"] == "another"
 
 
 def test_who_sends(tmp_path: Path) -> None:
