@@ -131,14 +131,14 @@ def test_a_script_with_trackers_of_its_own(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its own calls find the run's tracker in a run, and nobody in a replay, in what `--from` does again and in `diff`,
-    whatever the shell or the run's own variables say."""
+    whatever the run's own variables say."""
     source, seen = SCRIPTS["plain"][0].read_text(), tmp_path / "seen"
     variables = "{name: os.environ.get(name) for name in ('WANDB_RUN_ID', 'WANDB_MODE', 'TRACKIO_SPACE_ID')}"
     note = f"import json\nprint(json.dumps({variables}), file=open({str(seen)!r}, 'a'))\n"
     (tmp_path / "train.py").write_text(source.replace("run = laststep.run()\n", f"run = laststep.run()\n{note}", 1))
-    options = ["device=cpu", "launch.env.WANDB_MODE=offline", "track.wandb={project: p, by: script}"]
-    options += ["train.digest_every=1", f"launch.root={root}", as_override(["train.py", "--steps", "4"])]
-    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    options = ["device=cpu", "launch.env.WANDB_MODE=offline", "launch.env.TRACKIO_SPACE_ID=me/space"]
+    options += ["track.wandb={project: p, by: script}", "train.digest_every=1", f"launch.root={root}"]
+    options += [as_override(["train.py", "--steps", "4"])]
     monkeypatch.chdir(PROJECT)
     runs = []
     for number, name in enumerate(("one", "other")):
