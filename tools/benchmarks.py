@@ -56,7 +56,8 @@ def page() -> str:
     }
     dates = sorted({measured["date"] for measured in of.values()})
     return PAGE.format(
-        **{key: of["overhead"][key] for key in ("cores", "cpu", "python", "submitit")},
+        **{key: of["overhead"][key] for key in ("cores", "python", "submitit")},
+        cpu=" or ".join(sorted({measured["cpu"] for measured in of.values()})),
         torch=" and ".join(sorted({measured["torch"] for measured in of.values()})),
         dates=dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         figures=table(("what", "measured", "for comparison"), _rows(of)),

@@ -83,7 +83,7 @@ def without_trackers(folder: Path) -> dict[str, str]:
     }
 
 
-# Variables that would lead it to a run or a server all the same. A rank removes them: few may be empty.
+# Variables that would lead it to a run or a server all the same. A rank removes them, as most must not be empty.
 TO_TRACKERS = (
     *("WANDB_RUN_ID", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_REGISTRY_URI"),
     *("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"),
