@@ -18,7 +18,7 @@ from laststep.runs.queue import Queue
 from tests.slurm.cluster import SLURM_CONF, Cluster, missing
 from tests.slurm.user import User
 from tests.support.needs import require
-from tests.support.project import DEADLINE_S
+from tests.support.project import DEADLINE_S, wait_until
 
 QUICK = ("data.name=fake", "data.args.samples=64", "data.args.image_size=8", "train.max_steps=2", "--time", "5")
 CONF = (
@@ -149,8 +149,9 @@ def test_the_line(user: User, submits: Callable[..., str]) -> None:
     user.types(*QUICK, "--nodes", "2", "--name", "line")
     said = why(user, user.job_of("line"), "Resources")
     assert "it is next in main: it needs 2 nodes, and 1 of 4 is idle; the first to end: job" in said, said
-    shown = user.types("status", "line")
-    assert "it is next in main" in shown and "as Slurm expects" in shown, shown
+    # Slurm expects a start once its scheduler has planned ahead, some seconds after it has given the reason.
+    shown = wait_until(lambda: "as Slurm expects" in (said := user.types("status", "line")) and said, "no time", 1.0)
+    assert "it is next in main" in shown, shown
     assert re.search(r"sooner .*--nodes 1: ", shown), shown
     behind = submits("-N4", "-t", "60")
     said = why(user, behind, "Priority")
