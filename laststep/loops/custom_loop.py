@@ -396,6 +396,10 @@ class CustomLoop(Loop):
         """What the registered objects have to be when a run resumes here."""
         return self._state.current()
 
+    def digested(self) -> State:
+        """The same, without gradient scalers."""
+        return self._state.current(scalers=False)
+
     def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
         return self._state.hold(self.engine.queue.on_host)
@@ -700,11 +704,11 @@ class CustomState:
                 self.registered.restore(self.checkpoint, self._advance, last=True)
             self.checkpoint = None
 
-    def current(self) -> State:
-        """The state for a checkpoint. References."""
+    def current(self, scalers: bool = True) -> State:
+        """The state for a checkpoint. References. To ask a gradient scaler for its own waits for the device."""
         if self._after_steps is not None:
             return self._after_steps.state
-        return self.registered.state() if hasattr(self, "registered") else {}
+        return self.registered.state(scalers) if hasattr(self, "registered") else {}
 
     @property
     def steps_over(self) -> bool:

@@ -26,10 +26,10 @@ from laststep import compat
 from laststep.checkpoint.pack import is_fixed, map_tensors
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
 from laststep.config.errors import ConfigError
-from laststep.data.order import Indices
 from laststep.ranks.group import Group
 from laststep.ranks.world import ShardPlace
 
+CPU = torch.device("cpu")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 MOST_NAMES = 3  # in a message
 
@@ -90,7 +90,7 @@ class _Piece(NamedTuple):
     """What this rank adds of one tensor."""
 
     offset: int  # of its first element in the whole tensor
-    factor: int  # of the tensor: odd
+    factor: int  # of the tensor: odd, as a signed integer
 
 
 class StateDigest:
@@ -133,20 +133,19 @@ class StateDigest:
             block, start = divmod(piece.offset + done, BLOCK)
             if start or count - done < BLOCK:
                 row = bits if count <= BLOCK - start else bits[done : done + BLOCK - start]
-                sums.append((row.long() * table[start : start + len(row)]).sum() * _factor(piece.factor, block))
+                sums.append((row.long() * table[start : start + len(row)]).sum() * int(_of_blocks(block, 1, CPU)))
                 done += len(row)
                 continue
             blocks = min((count - done) // BLOCK, CHUNK)
             rows = bits[done : done + blocks * BLOCK].view(blocks, BLOCK)
-            of_rows = (rows.long() * table).sum(1)
-            sums += [of_rows[number] * _factor(piece.factor, block + number) for number in range(blocks)]
+            sums.append(((rows.long() * table).sum(1) * _of_blocks(block, blocks, bits.device)).sum())
             done += blocks * BLOCK
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()) * piece.factor
 
     def _table(self, device: torch.device) -> Tensor:
-        """The weights within a block: odd, and without a pattern."""
+        """The weights within a block. Computed there: to copy them would be to wait for the device."""
         if device not in self._tables:
-            self._tables[device] = torch.from_numpy(_mixed(numpy.arange(BLOCK, dtype=numpy.uint64))).to(device)
+            self._tables[device] = _mixed(torch.arange(BLOCK, device=device))
         return self._tables[device]
 
 
@@ -179,13 +178,17 @@ def _piece(name: str, whole: Tensor, place: ShardPlace) -> _Piece:
     offset = 0
     if is_distributed(whole) and (shards := shard_count(whole)):
         offset = range_of(whole, place.shard % shards, shards)[0] // _width(whole)
-    return _Piece(offset, int.from_bytes(seed, "little") | 1)
+    return _Piece(offset, _signed(int.from_bytes(seed, "little") | 1))
 
 
-def _factor(of_tensor: int, block: int) -> int:
-    """The factor of a block of a tensor."""
-    own = int(_mixed(numpy.array([BLOCK + block], dtype=numpy.uint64))[0]) if block else 1
-    return _signed(of_tensor * own)
+def _of_blocks(first: int, count: int, device: torch.device) -> Tensor:
+    """The weights of some blocks of a tensor; that of its first block is 1."""
+    if not first and count == 1:
+        return torch.ones(1, dtype=torch.int64, device=device)
+    weights = _mixed(torch.arange(BLOCK + first, BLOCK + first + count, device=device))
+    if not first:
+        weights[0] = 1
+    return weights
 
 
 def _signed(value: int) -> int:
@@ -194,13 +197,18 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _mixed(numbers: Any) -> Indices:
-    """Odd integers that follow from these: the mixing function of SplitMix64, see `laststep.data.order.nth_seed`."""
-    z = (numbers + numpy.uint64(1)) * numpy.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
-    mixed: Indices = (z ^ z >> numpy.uint64(31) | numpy.uint64(1)).view(numpy.int64)
-    return mixed
+def _mixed(numbers: Tensor) -> Tensor:
+    """Odd integers that follow from these, without a pattern: the mixing function of SplitMix64, see
+    `laststep.data.order.nth_seed`. int64, whose products are those of unsigned integers, bit for bit."""
+    z = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31) | 1
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """To the right, as unsigned integers are: zeros come in."""
+    return (values >> by) & ((1 << 64 - by) - 1)
 
 
 class FingerprintedState:

@@ -120,6 +120,10 @@ class Loop(ABC):
         """What a checkpoint holds besides the position: references, the same on every rank."""
 
     @abstractmethod
+    def digested(self) -> dict[str, Any]:
+        """What of `state` a digest is of, without a wait for the device: not a gradient scaler, which has no tensor."""
+
+    @abstractmethod
     def hold(self) -> HostSnapshot:
         """Snapshot of the host's part of `state`. The contents of tensors on the device are not copied."""
 
@@ -411,7 +415,7 @@ class Engine:
     def _digest_of_state(self) -> dict[str, Tensor]:
         """The digest of the state that a step has left, where this rank alone knows it: that of shards is added up in
         `step_done`, since no rank may wait for another here."""
-        found = self._digest.of(self.loop.state(), self.place)
+        found = self._digest.of(self.loop.digested(), self.place)
         return {} if found is None or self.place.shards > 1 else digest.as_scalars(found)
 
     def _copy(self, copies: Copies) -> None:

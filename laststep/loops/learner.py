@@ -257,17 +257,23 @@ class Learner:
         references: copy it to keep it beyond the next step."""
         return self._state_dict(self.buffers.committed, self.optimizer.state_dict(), self.task_state.committed)
 
+    def digested(self) -> dict[str, Any]:
+        """`state_dict` without the scaler, which waits for the device when it is asked for its scale."""
+        return self._tensors(self.buffers.committed, self.optimizer.state_dict(), self.task_state.committed)
+
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`
         names."""
         return LearnerSnapshot(self, on_host)
 
     def _state_dict(self, buffers: Committed, optimizer: dict[str, Any], task: Any) -> dict[str, Any]:
+        return {**self._tensors(buffers, optimizer, task), "scaler": self.scaler.state_dict()}
+
+    def _tensors(self, buffers: Committed, optimizer: dict[str, Any], task: Any) -> dict[str, Any]:
         return {
             "model": self.buffers.in_state_dict(self.gradients.state_of(self.model, keep_vars=True), buffers),
             "average": None if self.average is None else self.gradients.state_of(self.average),
             "optimizer": self.gradients.marked(optimizer),
-            "scaler": self.scaler.state_dict(),
             **({"task": task} if self.task_state.exists else {}),
         }
 

@@ -72,7 +72,7 @@ class Registered:
                 "a state of its own, also the optimizer in it"
             )
         self.modules = modules
-        self._scalers = [registered for registered in objects.values() if isinstance(registered, torch.amp.GradScaler)]
+        self._scalers = {name: each for name, each in objects.items() if isinstance(each, torch.amp.GradScaler)}
         self._copied = [name for name, registered in objects.items() if not isinstance(registered, TORCH_TYPES)]
         self._copied_sharded = {name for name in self._copied if is_sharded(states[name])}
         self._copies: State = {}
@@ -155,7 +155,8 @@ class Registered:
 
     def has_skipped(self) -> bool:
         """Whether a gradient scaler may have skipped the update of this step: that sets its tracker to 0."""
-        return any(state and not state["_growth_tracker"] for state in (each.state_dict() for each in self._scalers))
+        states = [scaler.state_dict() for scaler in self._scalers.values()]
+        return any(state and not state["_growth_tracker"] for state in states)
 
     def own_tensors(self) -> list[Tensor]:
         """The tensors in the registered objects that are not torch's own."""
@@ -163,9 +164,11 @@ class Registered:
         found = compat.tree_leaves([*states, *(each.live() for each in self.own.values())])
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
-    def state(self) -> State:
-        """The state of the last finished step; after the first update of a step, a mixture. References."""
-        return self._state(self.buffers.committed, self._copies)
+    def state(self, scalers: bool = True) -> State:
+        """The state of the last finished step; after the first update of a step, a mixture. References. To ask
+        gradient scalers for theirs waits for the device."""
+        known: State = self._copies if scalers else {**self._copies, **dict.fromkeys(self._scalers)}
+        return self._state(self.buffers.committed, known)
 
     def hold(self, on_host: Callable[[Tensor], bool]) -> HostSnapshot:
         """What the host holds of the state now, see `HostSnapshot`; the CPU itself changes the tensors that `on_host`

@@ -243,6 +243,10 @@ class TaskLoop(Loop):
         """See Learner.state_dict."""
         return self.learner.state_dict()
 
+    def digested(self) -> dict[str, Any]:
+        """See Learner.digested."""
+        return self.learner.digested()
+
     def hold(self) -> HostSnapshot:
         """The same, as the host has it."""
         return self.learner.hold(self.engine.queue.on_host)

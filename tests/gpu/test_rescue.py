@@ -115,7 +115,7 @@ def test_a_full_queue(kind: str, tmp_path: Path) -> None:
 @needs_gpu
 def test_a_capture_in_torchs_default_mode() -> None:
     """The watchdog asks how far the device is while a custom loop captures a graph. That must not spoil the graph."""
-    queue = open_queue(torch.device("cuda"))
+    queue = open_queue(place("cuda"))
     ring: Ring[int] = Ring(queue, lambda: 0)
     with ring.update():
         pass

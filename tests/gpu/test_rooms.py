@@ -67,8 +67,8 @@ def test_a_changed_line_is_named(root: Path, device: str, capfd: pytest.CaptureF
 def test_telemetry_of_a_busy_gpu(tmp_path: Path) -> None:
     """A GPU that multiplies matrices for 20 s is seen to: a status that shows an idle one would send its owner looking
     for a fault that is not there, and one without energy would leave the bill empty."""
-    words = ["task=tests.gpu.tasks.Busy", "device=cuda", "data.name=fake", "data.args.samples=64", "--name=busy"]
-    words += ["data.args.image_size=8", "train.batch_size=8", "train.max_steps=500", f"launch.root={tmp_path}"]
+    words = ["task=tests.gpu.tasks.Busy", "device=cuda", "data.name=fake", "data.args.samples=4000", "--name=busy"]
+    words += ["data.args.image_size=8", "train.batch_size=8", "train.epochs=1", f"launch.root={tmp_path}"]
     command = [sys.executable, str(PROJECT / "launch.py"), "--local", *words]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)

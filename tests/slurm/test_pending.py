@@ -150,7 +150,12 @@ def test_the_line(user: User, submits: Callable[..., str]) -> None:
     said = why(user, user.job_of("line"), "Resources")
     assert "it is next in main: it needs 2 nodes, and 1 of 4 is idle; the first to end: job" in said, said
     # Slurm expects a start once its scheduler has planned ahead, some seconds after it has given the reason.
-    shown = wait_until(lambda: "as Slurm expects" in (said := user.types("status", "line")) and said, "no time", 1.0)
+
+    def status_with_a_start() -> str:
+        shown = user.types("status", "line")
+        return shown if "as Slurm expects" in shown else ""
+
+    shown = wait_until(status_with_a_start, "Slurm expects no start of the job", 1.0)
     assert "it is next in main" in shown, shown
     assert re.search(r"sooner .*--nodes 1: ", shown), shown
     behind = submits("-N4", "-t", "60")
