@@ -187,7 +187,7 @@ def _of_blocks(first: int, count: int, device: torch.device) -> Tensor:
         return torch.ones(1, dtype=torch.int64, device=device)
     weights = _mixed(torch.arange(BLOCK + first, BLOCK + first + count, device=device))
     if not first:
-        weights[0] = 1
+        weights[:1].fill_(1)  # an assignment would copy the number to the device, and wait
     return weights
 
 
