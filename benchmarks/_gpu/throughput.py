@@ -58,7 +58,9 @@ def digest(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for load in (large, small) if GPU else (small,):
         place = folder / load.model
         place.mkdir()
-        plain = [*words(load, (given.turns + 1) * (load.lead + load.steps), place), "train.compile=false"]
+        # Deterministic, or each process would time the convolutions that cuDNN happens to choose for it.
+        same = ["train.compile=false", "train.deterministic=true"]
+        plain = [*words(load, (given.turns + 1) * (load.lead + load.steps), place), *same]
         start = [sys.executable, "-m", "laststep"]
         commands = {"digest": [*start, "--name=digest", *plain]}
         commands["none"] = [*start, "--name=none", *plain, "train.digest_every=null"]
