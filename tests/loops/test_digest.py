@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 
+from laststep import Run
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
@@ -15,6 +24,7 @@ from laststep.loops import digest
 from laststep.loops.digest import BLOCK, StateDigest
 from laststep.ranks.world import ShardPlace
 from laststep.records.metrics import read_lines
+from tests.support.loops import a_loop, settings_of
 from tests.support.ranks import train
 from tests.support.runs import config
 
@@ -88,3 +98,68 @@ def test_any_number_of_ranks_and_any_sharding(root: Path) -> None:
     assert digests(root, "two", 2, *shares) == one
     for found, saved in (one, digests(root, "sharded", 2, *shares, "train.sharding=full")):
         assert found[-1] == saved and len(set(found)) == 2
+
+
+class Gpu(TorchDispatchMode):
+    """A GPU whose tensors have no contents. An operator that would make the CPU wait for it fails the test: one that
+    asks for a value, or copies between the two."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        devices = {each.device.type for each in given} | {torch.device(kwargs.get("device") or "cpu").type}
+        if "cuda" not in devices:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is asked for"
+        if func is torch.ops.aten.copy_.default or func is torch.ops.aten._to_copy.default:
+            where = {each.device.type for each in given} | {str(kwargs.get("device") or "cuda")[:4]}
+            assert where == {"cuda"}, "the CPU and the GPU copy from each other"
+        return func(*args, **kwargs)
+
+
+def test_the_cpu_waits_for_no_gpu() -> None:
+    """Else each digest would leave the GPU without work until Python has prepared the next step."""
+    gpu = torch.device("cuda", 0)
+    with FakeTensorMode(), Gpu():
+        large = torch.zeros(65 * BLOCK + 5, device=gpu)
+        state = {"model": {"a": large, "b": torch.zeros(40, dtype=torch.bfloat16, device=gpu)}}
+        found = StateDigest(gpu).of(state, WHOLE)
+        assert isinstance(found, FakeTensor) and found.device == gpu
+        for waits in (large[0].item, large.cpu, lambda: large.__setitem__(0, 1)):
+            with pytest.raises(AssertionError):
+                waits()
+
+
+def scaled(run: Run) -> None:
+    """A loop with a gradient scaler."""
+    x = torch.arange(60.0).view(20, 3) / 60
+    loader, model = run.loader(TensorDataset(x), 4), nn.Linear(3, 1)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    run.restore(model=model, optimizer=optimizer, scaler=scaler)
+    for _ in run.epochs(2):
+        for (inputs,) in run.steps(loader):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("kind", ["task", "custom"])
+def test_no_scaler_is_asked_for_its_scale(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have to wait for the device."""
+    asked = torch.amp.GradScaler.state_dict
+    times = {"1": 0, "null": 0}
+    for every in times:
+
+        def counted(scaler: torch.amp.GradScaler, every: str = every) -> dict[str, Any]:
+            times[every] += 1
+            return asked(scaler)
+
+        monkeypatch.setattr(torch.amp.GradScaler, "state_dict", counted)
+        settings = settings_of(tmp_path, every, f"train.digest_every={every}", "train.precision=fp16")
+        with contextlib.ExitStack() as closing, a_loop(kind, settings, closing, scaled) as engine:
+            engine.run()
+    assert times["1"] == times["null"] > 0
