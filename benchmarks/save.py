@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
 from benchmarks._measure import Check, conclude
+from laststep.checkpoint.files import stripe_count
 from laststep.checkpoint.pack import Packed
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
@@ -285,7 +286,7 @@ def ways_to_save(state: dict[str, Any], keys: dist.Store, rank: int) -> dict[str
 
 
 def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
-    """The size of the largest shard in bytes, by the number of ranks. Here the ranks are threads of one process."""
+    """The most bytes that a rank writes, by the number of ranks. Here the ranks are threads of one process."""
     most = {}
     for size in (1, 2, 4):
         store, keys = CheckpointStore(folder / f"of {size}"), dist.HashStore()
@@ -296,7 +297,9 @@ def bytes_per_rank(state: Any, folder: Path) -> dict[int, int]:
             if not writer.wait(600) or writer.error:
                 raise writer.error or TimeoutError("a save took ten minutes")
         manifest = store.manifest(1)
-        most[size] = max(manifest.files[name]["bytes"] for name in manifest.shards)
+        sizes = [manifest.files[name]["bytes"] for name in manifest.shards]
+        each = len(sizes) // stripe_count(sum(sizes), size)  # files of a rank
+        most[size] = max(sum(sizes[first : first + each]) for first in range(0, len(sizes), each))
         shutil.rmtree(store.folder)
     return most
 
