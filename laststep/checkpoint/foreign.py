@@ -137,6 +137,7 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has its classes
         known = "." not in name and name in SAFE.get(module, ())
         known |= module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if "." not in name and module == METADATA_MODULE:

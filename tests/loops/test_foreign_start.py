@@ -233,6 +233,19 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained
     assert not Path("evil").exists()
 
 
+def test_metadata_by_python_3_13(tmp_path: Path, trained: Saved) -> None:
+    """There the classes of pathlib are in pathlib._local, as .metadata then says."""
+    dcp(tmp_path / "dcp", {"model": trained[0].state_dict()})
+    metadata = tmp_path / "dcp/.metadata"
+    found = pickle.loads(metadata.read_bytes())
+    found.storage_meta.checkpoint_id = tmp_path
+    # Protocol 2 has the names of modules in lines of text.
+    written = pickle.dumps(found, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"cpathlib._local\n" in written
+    metadata.write_bytes(written)
+    assert foreign.read(tmp_path / "dcp").weights.keys() == {"model"}
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"nothing", b"PK\x03\x04" + bytes(100)])
 def test_what_is_no_checkpoint(content: bytes, tmp_path: Path) -> None:
     """One line, no traceback."""
