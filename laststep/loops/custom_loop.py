@@ -705,7 +705,7 @@ class CustomState:
             self.checkpoint = None
 
     def current(self, scalers: bool = True) -> State:
-        """The state for a checkpoint. References. To ask a gradient scaler for its own waits for the device."""
+        """The state for a checkpoint. References. A gradient scaler, when asked for its state, waits for the device."""
         if self._after_steps is not None:
             return self._after_steps.state
         return self.registered.state(scalers) if hasattr(self, "registered") else {}

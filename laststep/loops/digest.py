@@ -133,7 +133,8 @@ class StateDigest:
             block, start = divmod(piece.offset + done, BLOCK)
             if start or count - done < BLOCK:
                 row = bits if count <= BLOCK - start else bits[done : done + BLOCK - start]
-                sums.append((row.long() * table[start : start + len(row)]).sum() * int(_of_blocks(block, 1, CPU)))
+                weight = int(_of_blocks(block, 1, CPU)) if block else 1
+                sums.append((row.long() * table[start : start + len(row)]).sum() * weight)
                 done += len(row)
                 continue
             blocks = min((count - done) // BLOCK, CHUNK)
@@ -143,7 +144,7 @@ class StateDigest:
         return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()) * piece.factor
 
     def _table(self, device: torch.device) -> Tensor:
-        """The weights within a block. Computed there: to copy them would be to wait for the device."""
+        """The weights within a block. Computed there, since copying them would wait for the device."""
         if device not in self._tables:
             self._tables[device] = _mixed(torch.arange(BLOCK, device=device))
         return self._tables[device]
@@ -183,8 +184,6 @@ def _piece(name: str, whole: Tensor, place: ShardPlace) -> _Piece:
 
 def _of_blocks(first: int, count: int, device: torch.device) -> Tensor:
     """The weights of some blocks of a tensor; that of its first block is 1."""
-    if not first and count == 1:
-        return torch.ones(1, dtype=torch.int64, device=device)
     weights = _mixed(torch.arange(BLOCK + first, BLOCK + first + count, device=device))
     if not first:
         weights[:1].fill_(1)  # an assignment would copy the number to the device, and wait

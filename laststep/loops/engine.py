@@ -121,7 +121,8 @@ class Loop(ABC):
 
     @abstractmethod
     def digested(self) -> dict[str, Any]:
-        """What of `state` a digest is of, without a wait for the device: not a gradient scaler, which has no tensor."""
+        """The part of `state` that a digest covers, without a wait for the device. Gradient scalers have no tensor, and
+        are left out."""
 
     @abstractmethod
     def hold(self) -> HostSnapshot:

@@ -165,8 +165,8 @@ class Registered:
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def state(self, scalers: bool = True) -> State:
-        """The state of the last finished step; after the first update of a step, a mixture. References. To ask
-        gradient scalers for theirs waits for the device."""
+        """The state of the last finished step; after the first update of a step, a mixture. References. A
+        gradient scaler, when asked for its state, waits for the device."""
         known: State = self._copies if scalers else {**self._copies, **dict.fromkeys(self._scalers)}
         return self._state(self.buffers.committed, known)
 

@@ -149,9 +149,9 @@ def test_the_line(user: User, submits: Callable[..., str]) -> None:
     user.types(*QUICK, "--nodes", "2", "--name", "line")
     said = why(user, user.job_of("line"), "Resources")
     assert "it is next in main: it needs 2 nodes, and 1 of 4 is idle; the first to end: job" in said, said
-    # Slurm expects a start once its scheduler has planned ahead, some seconds after it has given the reason.
 
     def status_with_a_start() -> str:
+        # Slurm's scheduler plans a start some seconds after it has given the reason.
         shown = user.types("status", "line")
         return shown if "as Slurm expects" in shown else ""
 
