@@ -4,7 +4,7 @@ Each writes its figures to results/; at the end comes a table of all limits with
 a benchmark failed, or missed a limit by more than the noise. Run nothing else meanwhile. Where no Slurm can be started,
 `submit` says so and measures nothing.
 
-Only when named: `goodput`, `replicas`, `scale` and `step_profile`, which have no limits; `digest`, `memory`,
+Only when named: `goodput`, `replicas`, `scale` and `step_profile`, which have no limits; `digest`, `memory`, `resume`,
 `sharded_save`, `sharding` and `shares`, which take minutes each; and `gpu`. The comparison with other trainers is a
 separate package, benchmarks.peers.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks._measure import CHECK_TITLES, MISSED, PROJECT, RESULTS, check_line
 
 FOUND = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
-SLOW = {"digest", "memory", "sharded_save", "sharding", "shares"}
+SLOW = {"digest", "memory", "resume", "sharded_save", "sharding", "shares"}
 BY_NAME_ONLY = {"gpu", "goodput", "replicas", "scale", "step_profile", *SLOW}
 
 

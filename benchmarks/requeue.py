@@ -145,21 +145,26 @@ def floor(run: RunDir) -> dict[str, float]:
     """Do only what no resume can do without; returns seconds by phase, of the rank that finished reading last."""
     newest = max(run.checkpoints.glob("step_*"))
     command = [sys.executable, "-c", FLOOR, str(MNIST_5K), *map(str, newest.iterdir())]
-    with socket.create_server(("localhost", 0)) as listener:
-        port = listener.getsockname()[1]
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    logs = [run.logs / f"floor_{rank}.out" for rank in range(2)]
     started = time.time()
-    ranks = [start(command, {**meeting, "RANK": str(rank)}, log) for rank, log in enumerate(logs)]
-    for rank, log in zip(ranks, logs):
-        if rank.wait():
-            raise RuntimeError(f"the floor failed:\n{log.read_text()}")
-    times = max((json.loads(log.read_text().splitlines()[-1]) for log in logs), key=lambda t: float(t["restore"]))
+    times = max(of_both(run, "floor", command), key=lambda t: t["restore"])
     starts = [started, *times.values()]
     return {
         **{phase: end - begin for phase, begin, end in zip(times, starts, times.values())},
         "in all": times["first batch"] - started,
     }
+
+
+def of_both(run: RunDir, name: str, command: list[str]) -> list[dict[str, float]]:
+    """What two ranks of a bare program print last."""
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    logs = [run.logs / f"{name}_{rank}.out" for rank in range(2)]
+    ranks = [start(command, {**meeting, "RANK": str(rank)}, log) for rank, log in enumerate(logs)]
+    for rank, log in zip(ranks, logs):
+        if rank.wait():
+            raise RuntimeError(f"{name} failed:\n{log.read_text()}")
+    return [json.loads(log.read_text().splitlines()[-1]) for log in logs]
 
 
 def by_phase(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from benchmarks._measure import Check, conclude, spread
 from laststep.checkpoint.files import READ_BYTES
 from laststep.checkpoint.pack import load, map_tensors
-from laststep.checkpoint.restore import PIECE_BYTES, read_newest
+from laststep.checkpoint.restore import PIECE_BYTES, NewestCheckpoint
 from laststep.checkpoint.store import STRUCTURE, CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.ranks.group import register_rank
@@ -149,7 +149,7 @@ def _rank(rank: int, size: int, store: CheckpointStore, meeting: Path, answer: C
     group.barrier(DEADLINE_S)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)
     before, held, began = io_so_far(), status_of("VmRSS"), time.perf_counter()
-    checkpoint = read_newest(store, group, store.candidates(print), print, lambda count: None)
+    checkpoint = NewestCheckpoint(store, group, store.candidates(print), print, lambda count: None).finish()
     assert checkpoint is not None
     state = checkpoint.load(live, lambda: None)
     seconds, after = time.perf_counter() - began, io_so_far()

@@ -13,7 +13,8 @@
 
 Each figure is that of the slowest rank, or of the one with the most bytes: the stall, for which training would wait;
 the time until the checkpoint is complete on the disk; the time of the restore into the tensors that the ranks hold,
-from files that are dropped from the page cache where the system allows it; the bytes written and read; and the peak
+from files that are dropped from the page cache where the system allows it, with free memory that the host of a virtual
+machine backs (`back_memory`); the bytes written and read; and the peak
 memory of a restore beyond what the rank held before. The first round, which fills reusable buffers, is dropped.
 
 With N ranks a rank of Laststep must write and read at most an Nth of the state and EXTRA_MB, and hold two pieces more
@@ -48,9 +49,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks._measure import Check, conclude
+from benchmarks._measure import Check, back_memory, conclude
 from benchmarks.restore import cache, io_so_far, status_of
-from laststep.checkpoint.restore import PIECE_BYTES, read_newest
+from laststep.checkpoint.restore import PIECE_BYTES, NewestCheckpoint
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.ranks.group import Group, register_rank
@@ -229,6 +230,7 @@ class Rank:
         save, written = time.perf_counter() - began, io_so_far()["wchar"] - before["wchar"]
         if self.group.world.rank == 0:
             cache(self.store.folder if way == OURS else path, False)
+            back_memory(3 * self.group.world.size * sum(rows.nbytes for rows in self._rows().values()))
         self.group.barrier(DEADLINE_S)
         saved()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)
@@ -304,7 +306,7 @@ class Rank:
         group = copy.copy(self.group)  # an attempt restores once, with keys that nobody has set before
         group.store = group.store.with_prefix(f"round {number}")
         candidates = self.store.candidates(print) if group.world.rank == 0 else iter(())
-        checkpoint = read_newest(self.store, group, candidates, print, lambda count: None)
+        checkpoint = NewestCheckpoint(self.store, group, candidates, print, lambda count: None).finish()
         assert checkpoint is not None
         checkpoint.load({"model": self.state}, lambda: None)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks._measure import MISSED, NOISE
 from benchmarks.overhead import WORKLOADS
+from benchmarks.resume import ADDED, DCP_LOAD, PARTS
 from benchmarks.sharding import BARE, OURS
 from laststep.say import counted
 from tools.scale import RESULTS, result, table
@@ -22,7 +23,7 @@ MEASURED = (
     *("agreement", "goodput", "loading", "meeting", "memory", "overhead", "requeue"),
     *("rescue", "restart", "restore", "save", "shares", "start", "status", "stops", "submit"),
 )
-OPTIONAL = ("sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
+OPTIONAL = ("resume", "sharding", "sharded_save", "replicas_2")  # on the page once they have been measured
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PAGE = """\
 # Benchmarks
@@ -91,6 +92,8 @@ def _rows(of: dict[str, Any]) -> Iterator[Row]:
         yield from _sharding(of["sharding"])
     yield from _ranks(of)
     yield from _starts(of["requeue"])
+    if "resume" in of:
+        yield _resume(of["resume"])
     yield from _faults(of["restart"], of["rescue"])
     yield from _checkpoints(of)
     if "sharded_save" in of:
@@ -236,6 +239,19 @@ def _starts(requeue: dict[str, Any]) -> Iterator[Row]:
         "with `train.compile`, from start to first step: first start, requeue (`requeue`, once each)",
         f"{first['in all']:.1f}, {again['in all']:.1f} s",
         f"of which compiling {first['warm-up']:.1f}, {again['warm-up']:.1f} s",
+    )
+
+
+def _resume(resume: dict[str, Any]) -> Row:
+    """What a large checkpoint adds to a resume."""
+    (check,) = resume["checks"]
+    adds, peer = (resume["results"][way]["median"] for way in (ADDED, DCP_LOAD))
+    left, loads = (resume["results"][part]["median"] for part in PARTS[1:])
+    return (
+        f"a checkpoint of {resume['bytes'] / 1e9:.1f} GB, which the disk reads, makes a resume on 2 ranks longer by "
+        "(`resume`)",
+        f"{adds:.2f} s; read while the model is made, which ended {left:.2f} s later, and loaded in {loads:.2f} s",
+        f"`dcp.load` {peer:.2f} s; {check['median']:.2f} times that{_goal(check)}",
     )
 
 

@@ -15,7 +15,7 @@ from laststep import rooms
 from laststep.attempt import user_error
 from laststep.attempt.ending import AttemptState
 from laststep.attempt.preflight import check_device
-from laststep.checkpoint.restore import SharedCheckpoint, read_newest
+from laststep.checkpoint.restore import NewestCheckpoint, SharedCheckpoint
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat import compile_each_shape
 from laststep.loops.custom_loop import CustomLoop
@@ -44,11 +44,10 @@ NOT_DETERMINISTIC = (
 
 
 def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
-    """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError."""
+    """Meet the other ranks; the watchdog runs meanwhile. Raises MeetingError."""
     config, run_dir, world = state.config, state.run_dir, state.world
-    timeout_s = config.launch.hang_timeout_s
     nccl.set_defaults(run_dir.collectives(world.attempt))
-    group = state.group = join(config, world, run_dir.meeting(world.attempt), timeout_s)
+    group = state.group = join(config, world, run_dir.meeting(world.attempt), config.launch.hang_timeout_s)
     if is_deterministic(config, group.device):
         nccl.pin_algorithms()
     elif group.device.type == "cuda" and world.rank == 0:
@@ -58,14 +57,19 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
             say(line)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
     watchdog.join(group.store, group.host, group.seal)
+    return group
+
+
+def connect_ranks(state: AttemptState, group: Group, watchdog: Watchdog) -> None:
+    """Set up collectives. Raises MeetingError, BadNode."""
+    config, world = state.config, state.world
     if config.launch.preflight and group.device.type == "cuda":
         check_device(group.device, watchdog)
-    group.connect(timeout_s)
+    group.connect(config.launch.hang_timeout_s)
     if config.launch.preflight:
         for skew in group.skewed_clocks:
             say(f"WARNING: {skew}")
     state.set_number(group.broadcast_int("attempt", world.number))
-    return group
 
 
 def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
@@ -78,17 +82,22 @@ def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
     return state.stop
 
 
-def read_checkpoint(
+def begin_reading(
     state: AttemptState, group: Group, candidates: Iterator[Manifest], watchdog: Watchdog
-) -> SharedCheckpoint | None:
-    """The newest intact checkpoint, read by all ranks together. Rank 0's `candidates` count."""
+) -> NewestCheckpoint:
+    """Begin to read the newest checkpoint, in threads. Rank 0's `candidates` count."""
+    return NewestCheckpoint(state.store, group, candidates, say, watchdog.advance)
+
+
+def finish_reading(state: AttemptState, reading: NewestCheckpoint, watchdog: Watchdog) -> SharedCheckpoint | None:
+    """The newest intact checkpoint, which all ranks have begun to read."""
     watchdog.enter("reading checkpoint")
-    checkpoint = read_newest(state.store, group, candidates, say, watchdog.advance)
+    checkpoint = reading.finish()
     step = checkpoint.manifest.step if checkpoint else 0
     patience = Patience(START_S, say)
     if step < state.start_step:  # on rank 0: a candidate was damaged
-        patience.insist(lambda: lower_start_step(state.run_dir, group.world, step))
-    elif group.world.rank == 0:
+        patience.insist(lambda: lower_start_step(state.run_dir, state.world, step))
+    elif state.world.rank == 0:
         patience.insist(lambda: raise_kept_step(state.run_dir, step))
     state.start_step = step
     watchdog.enter("starting")

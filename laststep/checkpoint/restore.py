@@ -2,7 +2,8 @@
 
     1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
        see. The other ranks' view of a shared disk may be out of date.
-    2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes.
+    2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes. It
+       does so in threads, and meanwhile connects to the others, imports the user's code and makes the model.
     3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads once more, its own files too: a
        fault of one node, or one that passes, must not set the run back. If rank 0 finds damage too, it names the next
        older candidate, and all ranks start again. If its disk only refuses to answer, the attempt fails.
@@ -28,9 +29,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -42,6 +45,7 @@ from torch import Tensor
 
 from laststep.checkpoint.files import (
     ALIGNMENT,
+    POLL_S,
     CheckpointError,
     CheckpointUnreadable,
     Patience,
@@ -56,6 +60,7 @@ from laststep.checkpoint.store import STRUCTURE, CheckpointStore, Manifest
 from laststep.ranks.disk import look_anew
 from laststep.ranks.group import Group
 from laststep.ranks.meeting import with_prefix
+from laststep.ranks.process import start_thread
 
 PIECE_BYTES = 32 << 20  # that are sent at a time; a multiple of the page size
 # How long ranks wait for each other: a slow disk is not a fault, and the watchdog ends an attempt without progress.
@@ -187,41 +192,74 @@ class SharedCheckpoint:
         return layout
 
 
-def read_newest(
-    store: CheckpointStore,
-    group: Group,
-    candidates: Iterator[Manifest],
-    warn: Callable[[str], None],
-    advance: Callable[[int], None],
-) -> SharedCheckpoint | None:
-    """The newest intact checkpoint, read by all ranks together; None when there is none. A collective.
+class NewestCheckpoint:
+    """The newest intact checkpoint, on its way from the disk into the memory of all ranks.
 
-    Rank 0's `candidates` count, see `CheckpointStore.candidates`. Rank 0 calls `warn` with the reason for each damaged
-    one that it skips, and raises DiskError if it cannot read one that may be intact. `advance` counts progress: a rank
-    that is behind the others is one that they wait for.
+    The reading begins at once, in threads: meanwhile the rank connects to the others, imports the user's code and makes
+    the model. It ends with `finish`, or where a `with` block is left.
     """
-    keys, rank = with_prefix("restore", group.store), group.world.rank
-    for number in itertools.count():
-        if rank == 0:
-            candidate = next(candidates, None)
-            keys.set(f"{number}/candidate", "" if candidate is None else json.dumps(vars(candidate)))
-        if not (text := _wait_for(keys, f"{number}/candidate")):
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        group: Group,
+        candidates: Iterator[Manifest],
+        warn: Callable[[str], None],
+        advance: Callable[[int], None],
+    ) -> None:
+        """All ranks do this together, and `finish` too. Needs the group's key-value store, and no collective.
+
+        Rank 0's `candidates` count, see `CheckpointStore.candidates`. Rank 0 calls `warn` with the reason for each
+        damaged one that it skips. `advance`, which threads call, counts progress: a rank that is behind the others is
+        one that they wait for.
+        """
+        self._store, self._group, self._candidates = store, group, candidates
+        self._warn, self._advance = warn, advance
+        self._keys, self._number = with_prefix("restore", group.store), 0
+        self._reading = self._begin()
+
+    def __enter__(self) -> NewestCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._reading is not None:
+            self._reading.abandon()
+
+    def _begin(self) -> _Reading | None:
+        """Begin to read the next candidate; None: there is none."""
+        if self._group.world.rank == 0:
+            candidate = next(self._candidates, None)
+            self._keys.set(f"{self._number}/candidate", "" if candidate is None else json.dumps(vars(candidate)))
+        if not (text := _wait_for(self._keys, f"{self._number}/candidate")):
             return None
-        reading = _Reading(store, Manifest(**json.loads(text)), group, advance)
-        damage = {name: str(error) for name, error in reading.read_share().items()}
-        keys.set(f"{number}/{rank}", json.dumps(damage))
-        if rank == 0:
-            reports = [json.loads(_wait_for(keys, f"{number}/{each}")) for each in range(group.world.size)]
-            keys.set(f"{number}/result", json.dumps(reading.judge(reports, warn)))
-        result: _Result = json.loads(_wait_for(keys, f"{number}/result"))
-        if result["damage"] is None:
-            owners = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0)
-            return SharedCheckpoint(reading.manifest, group, owners, reading.memory)
-    raise AssertionError("there is always a last candidate")
+        return _Reading(self._store, Manifest(**json.loads(text)), self._group, self._advance)
+
+    def finish(self) -> SharedCheckpoint | None:
+        """The checkpoint; None when none is intact. A collective. Rank 0 raises DiskError if it cannot read one that
+        may be intact, any rank CheckpointError if it lacks the memory."""
+        keys, rank = self._keys, self._group.world.rank
+        while (reading := self._reading) is not None:
+            damage = {name: str(error) for name, error in reading.read_share().items()}
+            keys.set(f"{self._number}/{rank}", json.dumps(damage))
+            if rank == 0:
+                reports = [_wait_for(keys, f"{self._number}/{each}") for each in range(self._group.world.size)]
+                verdict = reading.judge([json.loads(report) for report in reports], self._warn)
+                keys.set(f"{self._number}/result", json.dumps(verdict))
+            result: _Result = json.loads(_wait_for(keys, f"{self._number}/result"))
+            if result["damage"] is None:
+                owners, self._reading = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0), None
+                return SharedCheckpoint(reading.manifest, self._group, owners, reading.memory)
+            self._number += 1
+            self._reading = self._begin()
+        return None
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this reading any more."""
 
 
 class _Reading:
-    """One rank's part in the reading of a candidate."""
+    """One rank's part in the reading of a candidate. It begins at once, in threads."""
 
     def __init__(
         self, store: CheckpointStore, manifest: Manifest, group: Group, advance: Callable[[int], None]
@@ -229,13 +267,34 @@ class _Reading:
         self.manifest = manifest
         self.owners = shares(manifest, group.world.size)
         self.memory: dict[str, HostMemory] = {}
-        self._store, self._world, self._advance = store, group.world, advance
+        self._store, self._group, self._count_progress = store, group, advance
+        self._abandoned = threading.Event()
+        steps = [self._steps(rank) for rank in range(group.world.size)]
+        self._advance(max(steps) - steps[group.world.rank])  # so all ranks that have read their share are level
+        self._share: Future[dict[str, CheckpointError]] = Future()
+        start_thread("reader", self._read_own)
+
+    def abandon(self) -> None:
+        """Read no further. Otherwise Python would wait for the threads before the process ends."""
+        self._abandoned.set()
+
+    def _advance(self, count: int = 1) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+        self._count_progress(count)
+
+    def _read_own(self) -> None:
+        try:
+            own = [name for name, owner in self.owners.items() if owner == self._group.world.rank]
+            self._share.set_result(self._read(own))
+        except BaseException as error:
+            self._share.set_exception(error)
 
     def read_share(self) -> dict[str, CheckpointError]:
-        """Read this rank's files; returns why some of them cannot be used."""
-        steps = [self._steps(rank) for rank in range(self._world.size)]
-        self._advance(max(steps) - steps[self._world.rank])  # so all ranks that have read their share are level
-        return self._read([name for name, owner in self.owners.items() if owner == self._world.rank])
+        """Why some of this rank's files cannot be used, once all are read."""
+        while not self._share.done():  # not in concurrent.futures: the watchdog names the line where a rank is stuck
+            time.sleep(POLL_S)
+        return self._share.result()
 
     def judge(self, reports: list[dict[str, str]], warn: Callable[[str], None]) -> _Result:
         """On rank 0: read again what a rank could not read, and say what becomes of the candidate."""
@@ -243,7 +302,7 @@ class _Reading:
         errors = self._read_again(list(doubtful), warn) if doubtful else {}
         for name in doubtful.keys() - errors.keys():
             rank = self.owners[name]
-            place = f"rank {rank} on {self._world.host_of(rank)}"
+            place = f"rank {rank} on {self._group.world.host_of(rank)}"
             warn(f"WARNING: step {self.manifest.step}: {doubtful[name]} on {place}; rank 0 can read it")
         if errors:
             damage = next(errors[name] for name in self.manifest.files if name in errors)
@@ -264,7 +323,7 @@ class _Reading:
                     raise error
 
         with contextlib.suppress(CheckpointUnreadable):
-            Patience(READ_AGAIN_S, warn).insist(read, lambda: self._advance(1))
+            Patience(READ_AGAIN_S, warn).insist(read, self._advance)
         return errors
 
     def _read(self, names: list[str]) -> dict[str, CheckpointError]:
@@ -275,10 +334,10 @@ class _Reading:
         except OSError as error:  # the checkpoint is intact
             raise CheckpointError(f"step {self.manifest.step}: no memory to read it into: {error.strerror}") from error
         views = {name: each.tensor.numpy().data for name, each in memory.items()}
-        folder, advance = self._store.path(self.manifest.step), lambda: self._advance(1)
-        errors = read_files(folder, entries, views, advance)
+        folder = self._store.path(self.manifest.step)
+        errors = read_files(folder, entries, views, self._advance)
         self.memory |= {name: each for name, each in memory.items() if name not in errors}
-        return errors | damaged_files(folder, opaque, advance)
+        return errors | damaged_files(folder, opaque, self._advance)
 
     def _steps(self, rank: int) -> int:
         return reading_steps({n: self.manifest.files[n] for n, owner in self.owners.items() if owner == rank})

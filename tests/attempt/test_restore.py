@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 
 from laststep.attempt import attempt, start
-from laststep.checkpoint import files, store
+from laststep.checkpoint import files, restore, store
+from laststep.config.config import Config
+from laststep.config.errors import CheckpointError
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from laststep.task import find_task
 from tests.support.project import DEADLINE_S
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.runs import config, undisturbed
@@ -57,6 +61,32 @@ def test_damage_that_sizes_do_not_show(root: Path, shard: int) -> None:
     assert fingerprint(run) == undisturbed(2, OPTIONS)
 
 
+def make_the_task_late() -> None:
+    """The task is made once this rank has read all of its share."""
+    real_read, real_find, has_read = files.read_files, find_task, threading.Event()
+
+    def noted(*given: Any) -> dict[str, CheckpointError]:
+        errors = real_read(*given)
+        has_read.set()
+        return errors
+
+    def late(given: Config) -> Any:
+        assert has_read.wait(DEADLINE_S), "the task is made before the checkpoint is read"
+        return real_find(given)
+
+    vars(restore)["read_files"], vars(start)["find_task"] = noted, late
+
+
+def test_the_disk_works_while_the_task_is_made(root: Path) -> None:
+    """A large checkpoint takes as long to read as a large model to make: people wait for the longer of them, not for
+    both."""
+    run = stopped_at_5(root, "late-task")
+    attempt = Attempt(config(root, run.name, 2, OPTIONS), before=make_the_task_late)
+    assert attempt.wait() == [0, 0], attempt.output()
+    assert "resuming after step 5" in attempt.logs[0].read_text()
+    assert fingerprint(run) == undisturbed(2, OPTIONS)
+
+
 def hang_in_rank_1() -> None:
     """A read of a checkpoint hangs, as on a dead file server."""
     if os.environ["SUBMITIT_LOCAL_GLOBALID"] == "1":
@@ -72,7 +102,7 @@ def die_in_rank_1() -> None:
 @pytest.mark.parametrize(
     ("fault", "codes", "reason", "symptom"),
     [
-        (hang_in_rank_1, [1, 1], "hung", "is stuck in await_files ("),
+        (hang_in_rank_1, [1, 1], "hung", "is stuck in read_share ("),
         (die_in_rank_1, [1, -signal.SIGKILL], "failed", "gone (killed, out of memory, or its node died)"),
     ],
     ids=["hangs", "dies"],

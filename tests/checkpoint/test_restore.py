@@ -21,7 +21,7 @@ from torch import Tensor
 from laststep.checkpoint import files, restore
 from laststep.checkpoint.memory import HostMemory
 from laststep.checkpoint.pack import load
-from laststep.checkpoint.restore import SharedCheckpoint, read_newest, shares
+from laststep.checkpoint.restore import NewestCheckpoint, SharedCheckpoint, shares
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointWriter
 from laststep.config.errors import DiskError
@@ -79,7 +79,7 @@ class Rank:
 
     def read(self, store: CheckpointStore) -> SharedCheckpoint | None:
         candidates = store.candidates(self.warnings.append) if self.group.world.rank == 0 else iter(())
-        return read_newest(store, self.group, candidates, self.warnings.append, self.advance)
+        return NewestCheckpoint(store, self.group, candidates, self.warnings.append, self.advance).finish()
 
 
 def together(size: int, work: Callable[[Rank], Any]) -> list[Any]:
@@ -322,6 +322,31 @@ def test_the_rank_that_the_others_wait_for(store: CheckpointStore, monkeypatch: 
     (moment,) = moments
     assert min(range(4), key=lambda rank: moment[rank]) == owner, moment
     assert len(set(ends)) == 1, "all ranks that have read their share are level"
+
+
+def test_a_reading_that_nobody_waits_for(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's code has failed while the checkpoint is read: the process must end, not read 100 GB first. Threads
+    that still read would keep Python from ending."""
+    save(store, 5, 1)
+    real, begun, go_on, counts = os.preadv, threading.Event(), threading.Event(), list[int]()
+
+    def slow(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        counts.append(real(descriptor, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", slow)
+    rank, before = Rank(0, 1, Sent(1)), set(threading.enumerate())
+    with (
+        pytest.raises(ImportError),
+        NewestCheckpoint(store, rank.group, store.candidates(print), print, rank.advance),
+    ):
+        assert begun.wait(DEADLINE_S)
+        raise ImportError("the user's")
+    go_on.set()
+    wait_until(lambda: set(threading.enumerate()) <= before, "threads of the reading have not ended")
+    assert 0 < sum(counts) < store.manifest(5).bytes
 
 
 def test_memory_is_returned_piece_by_piece() -> None:

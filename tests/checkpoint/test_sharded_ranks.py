@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from laststep.checkpoint.export import read_store, weights_of, weights_sha256, write_folder
 from laststep.checkpoint.pack import load, tensors_of
-from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.restore import NewestCheckpoint
 from laststep.checkpoint.store import CheckpointStore
 from laststep.loops.registered import live_state
 from laststep.ranks.group import Group
@@ -74,7 +74,7 @@ def saves_and_loads(rank: Rank) -> None:
 
     restored = Trained(seed=2)
     group = Group(a_world(rank.rank, SIZE), rank.keys, torch.device("cpu"), "gloo", seal=Seal(b"test"))
-    found = read_newest(rank.store, group, rank.store.candidates(print), print, lambda count: None)
+    found = NewestCheckpoint(rank.store, group, rank.store.candidates(print), print, lambda count: None).finish()
     assert found is not None
     live = {"model": restored.model.state_dict(), "optimizer": live_state(restored.optimizer)}
     state = found.load(live, lambda: None)

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from laststep.checkpoint.memory import reusable_buffer
 from laststep.checkpoint.pack import load
-from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.restore import NewestCheckpoint
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
 from laststep.config.config import Config
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_loaded_straight_into_the_device(tmp_path: Path, device:
     assert saver.wait(60) and saver.error is None
     saver.close()
     group = Group(a_world(), dist.HashStore(), here, "nccl" if device == "cuda" else "gloo")
-    checkpoint = read_newest(store, group, store.candidates(print), print, lambda count: None)
+    checkpoint = NewestCheckpoint(store, group, store.candidates(print), print, lambda count: None).finish()
     assert checkpoint is not None
     live = torch.zeros_like(weight)
     loaded = checkpoint.load({"model": {"weight": live}, "optimizer": {"step": torch.tensor(0.0)}}, lambda: None)

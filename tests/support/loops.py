@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from laststep import Run
 from laststep.checkpoint.pack import load, map_tensors
-from laststep.checkpoint.restore import read_newest
+from laststep.checkpoint.restore import NewestCheckpoint
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.loops.engine import AttemptContext, Engine
@@ -100,7 +100,8 @@ def a_loop(
         loop = make_custom_loop(function, context) if isinstance(task, str) else TaskLoop(task, context)
         engine = loop.engine
         closing.callback(engine.tensorboard.end)  # its thread waits for minutes else
-        engine.restore(read_newest(engine.store, group, engine.store.candidates(print), print, lambda _: None))
+        reading = NewestCheckpoint(engine.store, group, engine.store.candidates(print), print, lambda _: None)
+        engine.restore(reading.finish())
         yield engine
     finally:
         gc.unfreeze()  # the loop has frozen all objects of this process
