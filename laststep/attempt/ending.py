@@ -114,7 +114,10 @@ def record_end(
     cancelled must not start again, whatever befell it while it stopped: it is recorded as cancelled."""
     if reason != "finished" and state.cause_signal == signal.SIGINT:
         reason = "cancelled"
-    step_s, save_s = (state.engine.progress.step_s(), state.engine.saves.stalled_s) if state.engine else (None, None)
+    step_s, save_s = None, None
+    if state.engine is not None:
+        save_s = state.engine.saves.stalled_s
+        step_s = state.engine.progress.step_s() if state.engine.progress.steps else None
     record = end_attempt(
         state.run_dir,
         state.world,

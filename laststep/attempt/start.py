@@ -86,7 +86,9 @@ def begin_reading(
     state: AttemptState, group: Group, candidates: Iterator[Manifest], watchdog: Watchdog
 ) -> NewestCheckpoint:
     """Begin to read the newest checkpoint, in threads. Rank 0's `candidates` count."""
-    return NewestCheckpoint(state.store, group, candidates, say, watchdog.advance)
+    reading = NewestCheckpoint(state.store, group, candidates, say, watchdog.advance)
+    state.start_step = reading.step
+    return reading
 
 
 def finish_reading(state: AttemptState, reading: NewestCheckpoint, watchdog: Watchdog) -> SharedCheckpoint | None:
@@ -94,11 +96,12 @@ def finish_reading(state: AttemptState, reading: NewestCheckpoint, watchdog: Wat
     watchdog.enter("reading checkpoint")
     checkpoint = reading.finish()
     step = checkpoint.manifest.step if checkpoint else 0
-    patience = Patience(START_S, say)
-    if step < state.start_step:  # on rank 0: a candidate was damaged
-        patience.insist(lambda: lower_start_step(state.run_dir, state.world, step))
-    elif state.world.rank == 0:
-        patience.insist(lambda: raise_kept_step(state.run_dir, step))
+    if state.world.rank == 0:
+        patience = Patience(START_S, say)
+        if step < state.start_step:  # a candidate was damaged
+            patience.insist(lambda: lower_start_step(state.run_dir, state.world, step))
+        else:
+            patience.insist(lambda: raise_kept_step(state.run_dir, step))
     state.start_step = step
     watchdog.enter("starting")
     return checkpoint

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple, TypedDict, TypeVar
 
 from laststep.config.errors import CheckpointError as CheckpointError
 from laststep.ranks import disk
+from laststep.ranks.process import start_thread
 
 READING_THREADS = 4  # that share the loading of a state: the first access to new memory takes most of the time
 HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
@@ -85,8 +86,7 @@ def damaged_files(
 ) -> dict[str, CheckpointError]:
     """Read these files and compare them with their hashes; returns why a file is not as it should be, by its name.
     Calls `advance` like `read_files`."""
-    with ThreadPoolExecutor(HASHING_THREADS) as hashers:
-        return await_files({name: hashers.submit(_verify, folder, name, entries[name], advance) for name in entries})
+    return _side_by_side({name: partial(_verify, folder, name, entry, advance) for name, entry in entries.items()})
 
 
 def hash_files(folder: Path, names: Iterable[str], after_read: Callable[[], None]) -> dict[str, FileEntry]:
@@ -101,11 +101,9 @@ def read_files(
     folder: Path, entries: Mapping[str, FileEntry], memory: Mapping[str, memoryview], advance: Callable[[], None]
 ) -> dict[str, CheckpointError]:
     """`damaged_files`, but each file is read into its part of `memory`, which is as long as its entry says."""
-    with ThreadPoolExecutor(HASHING_THREADS) as hashers:
-        read = {
-            name: hashers.submit(_verify, folder, name, entry, advance, memory[name]) for name, entry in entries.items()
-        }
-        return await_files(read)
+    return _side_by_side(
+        {name: partial(_verify, folder, name, entry, advance, memory[name]) for name, entry in entries.items()}
+    )
 
 
 def write_hashed(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
@@ -206,18 +204,35 @@ def _check(name: str, entry: FileEntry, sha256: str) -> None:
         raise CheckpointError(f"{name} differs from its SHA-256 in the manifest")
 
 
-def await_files(work: Mapping[str, Future[None]]) -> dict[str, CheckpointError]:
-    """Why files are damaged or cannot be read, by their names, once all this work is done."""
-    # Not in concurrent.futures: the watchdog names the line of ours that a rank is stuck in.
-    while not all(future.done() for future in work.values()):
+def _side_by_side(work: Mapping[str, Callable[[], None]]) -> dict[str, CheckpointError]:
+    """Check files in up to HASHING_THREADS threads; returns why some are damaged or cannot be read, by their names.
+    Raises what says nothing about a file: no other file is begun after that.
+
+    The threads are daemons: Python would wait for those of a pool before it ends, and a read may hang.
+    """
+    left, errors, failed = iter(work.items()), dict[str, CheckpointError](), list[BaseException]()
+
+    def check() -> None:
+        for name, one in left:  # the threads share one iterator: each takes the next file
+            if failed:
+                return
+            try:
+                one()
+            except CheckpointError as error:
+                errors[name] = error
+                for each in (error, error.__cause__, error.__context__):
+                    if each is not None:
+                        each.__traceback__ = None  # its frames would keep the file's memory
+            except BaseException as error:
+                failed.append(error)
+
+    threads = [start_thread("reader", check) for _ in range(min(HASHING_THREADS, len(work)))]
+    # Not in C: the watchdog names the line of ours that a rank is stuck in.
+    while any(thread.is_alive() for thread in threads):
         time.sleep(POLL_S)
-    errors: dict[str, CheckpointError] = {}
-    for name, future in work.items():
-        try:
-            future.result()  # raises any error that says nothing about the file
-        except CheckpointError as error:
-            errors[name] = error
-    return errors
+    if failed:
+        raise failed[0]
+    return {name: errors[name] for name in work if name in errors}
 
 
 class Stripe(NamedTuple):

@@ -3,7 +3,7 @@
     1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
        see. The other ranks' view of a shared disk may be out of date.
     2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes. It
-       does so in threads, and meanwhile connects to the others, imports the user's code and makes the model.
+       does so in threads, and meanwhile connects to the others, imports the user's code and makes its Task.
     3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads once more, its own files too: a
        fault of one node, or one that passes, must not set the run back. If rank 0 finds damage too, it names the next
        older candidate, and all ranks start again. If its disk only refuses to answer, the attempt fails.
@@ -180,7 +180,7 @@ class SharedCheckpoint:
 
     def _receive_structure(self) -> Layout:
         """Rank 0 sends the structure to all ranks. Raises CheckpointError when it does not fit the shards."""
-        raw = torch.empty(self.manifest.files[STRUCTURE]["bytes"], dtype=torch.uint8)
+        raw = torch.empty(self.manifest.files[STRUCTURE]["bytes"], dtype=torch.uint8, device=CPU)
         if STRUCTURE in self._memory:
             raw.copy_(self._memory.pop(STRUCTURE).tensor)
         there = raw.to(self._group.collective_device)
@@ -196,7 +196,7 @@ class NewestCheckpoint:
     """The newest intact checkpoint, on its way from the disk into the memory of all ranks.
 
     The reading begins at once, in threads: meanwhile the rank connects to the others, imports the user's code and makes
-    the model. It ends with `finish`, or where a `with` block is left.
+    its Task. It ends with `finish`, or where a `with` block is left.
     """
 
     def __init__(
@@ -225,6 +225,11 @@ class NewestCheckpoint:
         if self._reading is not None:
             self._reading.abandon()
 
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint that is being read; 0 without one."""
+        return 0 if self._reading is None else self._reading.manifest.step
+
     def _begin(self) -> _Reading | None:
         """Begin to read the next candidate; None: there is none."""
         if self._group.world.rank == 0:
@@ -249,7 +254,8 @@ class NewestCheckpoint:
             if result["damage"] is None:
                 owners, self._reading = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0), None
                 return SharedCheckpoint(reading.manifest, self._group, owners, reading.memory)
-            self._number += 1
+            del reading  # its memory first
+            self._reading, self._number = None, self._number + 1
             self._reading = self._begin()
         return None
 
@@ -275,7 +281,7 @@ class _Reading:
         start_thread("reader", self._read_own)
 
     def abandon(self) -> None:
-        """Read no further. Otherwise Python would wait for the threads before the process ends."""
+        """Read no further: nobody waits for this any more."""
         self._abandoned.set()
 
     def _advance(self, count: int = 1) -> None:

@@ -320,6 +320,7 @@ class CheckpointStore:
                 self.skip(step, error, warn)
             else:
                 yield manifest
+                patience.renew()  # it was read meanwhile, for minutes perhaps
 
     def skip(self, step: int, error: CheckpointError, warn: Callable[[str], None]) -> None:
         """Take note that the checkpoint of `step` is damaged, and `warn`. Raises DiskError if it may be intact."""

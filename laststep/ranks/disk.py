@@ -46,9 +46,14 @@ class Patience:
     passing: ClassVar[tuple[type[Exception], ...]] = (OSError,)  # the errors that may pass
 
     def __init__(self, seconds: float, warn: Callable[[str], None]) -> None:
-        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self.renew()
         self._warn = warn
         self._said: set[str] = set()
+
+    def renew(self) -> None:
+        """Give the disk all of the time again: the looks so far are long past."""
+        self._deadline = time.monotonic() + self._seconds
 
     def insist(self, work: Callable[[], T], before_again: Callable[[], object] = lambda: None) -> T:
         """What `work` returns. While it raises an error that may pass and there is time left, do it again."""

@@ -131,9 +131,12 @@ def raise_kept_step(run: RunDir, step: int) -> None:
     calls this."""
     ended = read_ended_attempts(run.attempts)
     for number, record in reversed(list(enumerate(ended))):
+        did_nothing = number and record["start_step"] == record["end_step"]  # an attempt before it saved the step
+        if did_nothing and record["end_step"] == step:  # it may have ended before it came to this
+            continue
         if record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
             return
-        if number and record["start_step"] == record["end_step"]:  # it did nothing: an attempt before it saved the step
+        if did_nothing:
             _correct(run, record, {**record, "start_step": step, "end_step": step})
             continue
         end_step = max(step, record["end_step"])

@@ -62,10 +62,15 @@ class Progress:
         """Steps finished since the clock was last restarted, and the seconds since then."""
         return self._steps, time.perf_counter() - self._since
 
+    @property
+    def steps(self) -> int:
+        """Steps that this attempt has finished."""
+        return self._earlier_steps + self._steps
+
     def step_s(self) -> float:
         """Mean seconds per step of this attempt, without validations and saves."""
         seconds = self._earlier_s + self._last_step_at - self._since
-        return max(1e-9, seconds) / max(1, self._earlier_steps + self._steps)
+        return max(1e-9, seconds) / max(1, self.steps)
 
     def throughput(self) -> float:
         """Samples per second over all ranks, since the clock was last restarted."""

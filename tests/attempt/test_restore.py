@@ -122,6 +122,30 @@ def test_a_fault_while_the_checkpoint_is_read(
     assert reasons(run)[-1] == "finished" and fingerprint(run) == undisturbed(2, OPTIONS)
 
 
+def hang_beside_code_that_fails() -> None:
+    """The reads of the checkpoint hang, and the task cannot be made."""
+    os.preadv = lambda *_: time.sleep(10 * DEADLINE_S) or 0  # type: ignore[func-returns-value]
+
+    def fails(given: Config) -> Any:
+        raise ImportError("no module of the user's")
+
+    vars(start)["find_task"] = fails
+
+
+def test_code_that_fails_beside_a_disk_that_hangs(root: Path) -> None:
+    """The ranks end, and nothing waits for the disk: else nodes would be held for hours by a job that has failed. The
+    record and the log name the step that the attempt began at, on whichever rank writes them."""
+    run = stopped_at_5(root, "fails-beside-a-hang")
+    attempt = Attempt(config(root, run.name, 2, OPTIONS), before=hang_beside_code_that_fails)
+    assert attempt.wait() == [1, 1], attempt.output()
+    record = read_lines(run.attempts)[-1]
+    assert (record["reason"], record["start_step"], record["end_step"], record["lost_steps"]) == ("failed", 5, 5, 0)
+    assert "no module of the user's" in record["error"] and record["step_s"] is None
+    assert "attempt ended (failed) after step 5, no step lost" in attempt.output()
+    train(config(root, run.name, 2, OPTIONS))
+    assert fingerprint(run) == undisturbed(2, OPTIONS)
+
+
 def fail_listings(number: int, times: int) -> None:
     """The first listings of checkpoints/ fail, by whatever function. The disk is not looked at for longer than 2 s."""
     for module in (store, start, attempt):

@@ -402,6 +402,20 @@ def test_a_checkpoint_that_the_disk_does_not_show_right_now(name: str, number: i
     assert len(warned) == 1 and "looking again for " in warned[0]
 
 
+def test_a_disk_that_fails_long_after_the_newest_was_found(store: CheckpointStore) -> None:
+    """The newest one was read meanwhile, for minutes, and is damaged. An error that passes must not cost the one before
+    it, too."""
+    write(store, 3)
+    manifest, warned = write(store, 5) / "manifest.json", list[str]()
+    write(store, 7)
+    patience = Patience(DEADLINE_S, warned.append)
+    found = store.candidates(warned.append, patience=patience)
+    assert next(found).step == 7
+    patience._deadline = 0.0  # they have passed
+    with refusing(manifest, errno.EIO, times=1):
+        assert next(found).step == 5 and not store.damaged
+
+
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
 def test_a_checkpoint_that_the_disk_does_not_show_at_all(number: int, store: CheckpointStore) -> None:
     """What the disk has lost is skipped, as always. Any other error says nothing about the checkpoint."""

@@ -502,6 +502,23 @@ def test_a_step_that_the_disk_did_not_show(tmp_path: Path) -> None:
     assert (failed["start_step"], failed["end_step"], failed["lost_steps"]) == (9, 9, 0)
 
 
+def test_a_start_that_ended_before_it_corrected_the_records(tmp_path: Path) -> None:
+    """A lost attempt had saved step 9. The start after it saw that, and failed in the user's code before the checkpoint
+    was read: the next one corrects the records, or the report shows a lost step that was kept."""
+    run = RunDir(tmp_path)
+    start = begin_attempt(run, WORLD, start_step=5)["start"]
+    add_metrics(run.metrics, [{"step": step, "time": start + step} for step in range(6, 11)])
+    begin_attempt(run, restarted(1), start_step=5)
+    end_attempt(run, restarted(1), LAUNCH, "failed", 5, 5)
+    begin_attempt(run, restarted(2), start_step=9)
+    end_attempt(run, restarted(2), LAUNCH, "failed", 9, 9)
+    begin_attempt(run, restarted(3), start_step=9)
+    raise_kept_step(run, 9)
+    lost, *failed = read_ended_attempts(run.attempts)
+    assert (lost["reason"], lost["end_step"], lost["lost_steps"]) == ("lost", 10, 1)
+    assert [(each["start_step"], each["end_step"], each["lost_steps"]) for each in failed] == [(9, 9, 0)] * 2
+
+
 def test_the_step_that_the_records_say_is_saved(tmp_path: Path) -> None:
     """A start below it loses steps. It must be right at each moment of an attempt."""
     run = RunDir(tmp_path)
