@@ -46,7 +46,7 @@ TO_THE_DISK = ("save_s", "restore_s")
 SAVE_FIGURES = {
     "stall_s": ("the training loop pauses for a save", "s"),
     "save_s": ("until it is on the disk", "s"),
-    "restore_s": ("restoring it from the disk", "s"),
+    "restore_s": ("restoring it from the disk; in a resume most of it happens earlier, see `resume`", "s"),
 }
 
 
