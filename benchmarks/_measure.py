@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import math
-import mmap
 import os
 import platform
 import signal
@@ -41,21 +40,6 @@ def machine(packages: Sequence[str] = ("torch", "submitit", "omegaconf")) -> dic
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
-
-
-def back_memory(count: int) -> None:
-    """Have the host of a virtual machine back this many bytes of free memory, as those of a real machine are.
-
-    Some hosts take free memory back. The first program that uses it then waits for the host, for a second per GB, ten
-    times as long as for memory that the host still backs: a comparison would show which program needs new memory.
-    """
-    memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    for start in range(0, count, mmap.PAGESIZE):
-        memory[start] = 1
-    memory.close()
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:

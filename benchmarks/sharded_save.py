@@ -13,8 +13,7 @@
 
 Each figure is that of the slowest rank, or of the one with the most bytes: the stall, for which training would wait;
 the time until the checkpoint is complete on the disk; the time of the restore into the tensors that the ranks hold,
-from files that are dropped from the page cache where the system allows it, with free memory that the host of a virtual
-machine backs (`back_memory`); the bytes written and read; and the peak
+from files that are dropped from the page cache where the system allows it; the bytes written and read; and the peak
 memory of a restore beyond what the rank held before. The first round, which fills reusable buffers, is dropped.
 
 With N ranks a rank of Laststep must write and read at most an Nth of the state and EXTRA_MB, and hold two pieces more
@@ -49,7 +48,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks._measure import Check, back_memory, conclude
+from benchmarks._measure import Check, conclude
 from benchmarks.restore import cache, io_so_far, status_of
 from laststep.checkpoint.restore import PIECE_BYTES, NewestCheckpoint
 from laststep.checkpoint.store import CheckpointStore
@@ -230,7 +229,6 @@ class Rank:
         save, written = time.perf_counter() - began, io_so_far()["wchar"] - before["wchar"]
         if self.group.world.rank == 0:
             cache(self.store.folder if way == OURS else path, False)
-            back_memory(3 * self.group.world.size * sum(rows.nbytes for rows in self._rows().values()))
         self.group.barrier(DEADLINE_S)
         saved()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man 5 proc)

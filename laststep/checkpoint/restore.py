@@ -3,13 +3,14 @@
     1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
        see. The other ranks' view of a shared disk may be out of date.
     2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes. It
-       does so in threads, and meanwhile connects to the others, imports the user's code and makes its Task.
+       does so in threads, and meanwhile connects to the others, imports the user's code and makes its Task. A function
+       or a script makes its model later: it may ask at which step the run resumes.
     3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads once more, its own files too: a
        fault of one node, or one that passes, must not set the run back. If rank 0 finds damage too, it names the next
        older candidate, and all ranks start again. If its disk only refuses to answer, the attempt fails.
     4. `SharedCheckpoint.load`: piece by piece, the rank that has read the bytes sends them to all ranks, and each
        copies them into its tensors. Rows of a sharded tensor that only the rank itself needs are not sent: with the
-       same sharding as before, that is every shard. See `laststep.checkpoint.restore`.
+       same sharding as before, that is every shard. See `Transfer`.
 
 So nothing is changed by a damaged checkpoint, and the bytes that are loaded are those whose hashes were compared. A
 share is as large as the buffer of the first save (`laststep.checkpoint.writer`), which does not exist yet. Besides it a
@@ -196,7 +197,7 @@ class NewestCheckpoint:
     """The newest intact checkpoint, on its way from the disk into the memory of all ranks.
 
     The reading begins at once, in threads: meanwhile the rank connects to the others, imports the user's code and makes
-    its Task. It ends with `finish`, or where a `with` block is left.
+    its Task. `finish` waits for the end; leaving a `with` block before that abandons the reading.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class NewestCheckpoint:
             if result["damage"] is None:
                 owners, self._reading = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0), None
                 return SharedCheckpoint(reading.manifest, self._group, owners, reading.memory)
-            del reading  # its memory first
+            del reading  # so its memory is free before the next one is read
             self._reading, self._number = None, self._number + 1
             self._reading = self._begin()
         return None

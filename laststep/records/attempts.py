@@ -132,7 +132,7 @@ def raise_kept_step(run: RunDir, step: int) -> None:
     ended = read_ended_attempts(run.attempts)
     for number, record in reversed(list(enumerate(ended))):
         did_nothing = number and record["start_step"] == record["end_step"]  # an attempt before it saved the step
-        if did_nothing and record["end_step"] == step:  # it may have ended before it came to this
+        if did_nothing and record["end_step"] == step:  # it may have ended before it corrected those before it
             continue
         if record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
             return

@@ -486,37 +486,26 @@ def test_a_step_that_was_saved_after_the_end(tmp_path: Path) -> None:
     assert (hung["reason"], hung["end_step"], hung["lost_steps"], hung["lost_s"]) == ("hung", 9, 0, 0.0)
 
 
-def test_a_step_that_the_disk_did_not_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails_again", [False, True])
+def test_a_step_that_the_disk_did_not_show(tmp_path: Path, fails_again: bool) -> None:
     """A lost attempt had saved step 9. The start after it did not see that, and ended. Once the disk shows it, the
-    records say that the lost attempt kept it, and that the other did nothing."""
+    records say that the lost attempt kept it, and that the other did nothing: also where the first start that saw it
+    failed in the user's code before the checkpoint was read."""
     run = RunDir(tmp_path)
     start = begin_attempt(run, WORLD, start_step=5)["start"]
     add_metrics(run.metrics, [{"step": step, "time": start + step} for step in range(6, 11)])
     begin_attempt(run, restarted(1), start_step=5)
     end_attempt(run, restarted(1), LAUNCH, "failed", 5, 5)
     begin_attempt(run, restarted(2), start_step=9)
-    raise_kept_step(run, 9)
-    lost, failed = read_ended_attempts(run.attempts)
-    assert (lost["reason"], lost["end_step"], lost["lost_steps"]) == ("lost", 10, 1)
-    assert lost["lost_s"] == pytest.approx(1)
-    assert (failed["start_step"], failed["end_step"], failed["lost_steps"]) == (9, 9, 0)
-
-
-def test_a_start_that_ended_before_it_corrected_the_records(tmp_path: Path) -> None:
-    """A lost attempt had saved step 9. The start after it saw that, and failed in the user's code before the checkpoint
-    was read: the next one corrects the records, or the report shows a lost step that was kept."""
-    run = RunDir(tmp_path)
-    start = begin_attempt(run, WORLD, start_step=5)["start"]
-    add_metrics(run.metrics, [{"step": step, "time": start + step} for step in range(6, 11)])
-    begin_attempt(run, restarted(1), start_step=5)
-    end_attempt(run, restarted(1), LAUNCH, "failed", 5, 5)
-    begin_attempt(run, restarted(2), start_step=9)
-    end_attempt(run, restarted(2), LAUNCH, "failed", 9, 9)
-    begin_attempt(run, restarted(3), start_step=9)
+    if fails_again:
+        end_attempt(run, restarted(2), LAUNCH, "failed", 9, 9)
+        begin_attempt(run, restarted(3), start_step=9)
     raise_kept_step(run, 9)
     lost, *failed = read_ended_attempts(run.attempts)
     assert (lost["reason"], lost["end_step"], lost["lost_steps"]) == ("lost", 10, 1)
-    assert [(each["start_step"], each["end_step"], each["lost_steps"]) for each in failed] == [(9, 9, 0)] * 2
+    assert lost["lost_s"] == pytest.approx(1)
+    steps = [(each["start_step"], each["end_step"], each["lost_steps"]) for each in failed]
+    assert steps == [(9, 9, 0)] * (1 + fails_again)
 
 
 def test_the_step_that_the_records_say_is_saved(tmp_path: Path) -> None:
