@@ -152,14 +152,13 @@ class Attempt:
             self._phases.done("importing torch")
             preflight.wait()
             group = start.join_ranks(state, self._watchdog)
+            stop = start.prepare_stop(state, group, self._watchdog)
+            self._closing.callback(stop.close)
+            self._phases.done("meeting")
+            if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
+                known = None if world.rank else cluster_settings().kill_wait_s
+                self._grace.kill_wait_s = group.broadcast_int("grace", known)
             with start.begin_reading(state, group, candidates, self._watchdog) as reading:
-                start.connect_ranks(state, group, self._watchdog)
-                stop = start.prepare_stop(state, group, self._watchdog)
-                self._closing.callback(stop.close)
-                self._phases.done("meeting")
-                if self._grace.kill_wait_s is None and world.on_slurm:  # launch.py, which asks at submission, did not
-                    known = None if world.rank else cluster_settings().kill_wait_s
-                    self._grace.kill_wait_s = group.broadcast_int("grace", known)
                 engine = start.create_engine(state, group, stop, self._watchdog, self._phases, self._closing)
                 self._phases.done("data and model")
                 checkpoint = start.finish_reading(state, reading, self._watchdog)

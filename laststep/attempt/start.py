@@ -44,7 +44,7 @@ NOT_DETERMINISTIC = (
 
 
 def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
-    """Meet the other ranks; the watchdog runs meanwhile. Raises MeetingError."""
+    """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError, BadNode."""
     config, run_dir, world = state.config, state.run_dir, state.world
     nccl.set_defaults(run_dir.collectives(world.attempt))
     group = state.group = join(config, world, run_dir.meeting(world.attempt), config.launch.hang_timeout_s)
@@ -57,12 +57,6 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
             say(line)
     # Before the collectives: the others would wait in C for a rank whose connections fail.
     watchdog.join(group.store, group.host, group.seal)
-    return group
-
-
-def connect_ranks(state: AttemptState, group: Group, watchdog: Watchdog) -> None:
-    """Set up collectives. Raises MeetingError, BadNode."""
-    config, world = state.config, state.world
     if config.launch.preflight and group.device.type == "cuda":
         check_device(group.device, watchdog)
     group.connect(config.launch.hang_timeout_s)
@@ -70,6 +64,7 @@ def connect_ranks(state: AttemptState, group: Group, watchdog: Watchdog) -> None
         for skew in group.skewed_clocks:
             say(f"WARNING: {skew}")
     state.set_number(group.broadcast_int("attempt", world.number))
+    return group
 
 
 def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:

@@ -3,7 +3,7 @@
     1. Rank 0 names a candidate: the newest checkpoint with the right files in the right sizes, which takes no time to
        see. The other ranks' view of a shared disk may be out of date.
     2. Each rank reads whole files, its share of the bytes, into its memory, and compares them with their hashes. It
-       does so in threads, and meanwhile connects to the others, imports the user's code and makes its Task. A function
+       does so in threads, and meanwhile imports the user's code and makes its Task. A function
        or a script makes its model later: it may ask at which step the run resumes.
     3. Every rank reports. What a rank could not read, or found damaged, rank 0 reads once more, its own files too: a
        fault of one node, or one that passes, must not set the run back. If rank 0 finds damage too, it names the next
@@ -196,8 +196,7 @@ class SharedCheckpoint:
 class NewestCheckpoint:
     """The newest intact checkpoint, on its way from the disk into the memory of all ranks.
 
-    The reading begins at once, in threads: meanwhile the rank connects to the others, imports the user's code and makes
-    its Task. `finish` waits for the end; leaving a `with` block before that abandons the reading.
+    The reading begins at once, in threads: meanwhile the rank imports the user's code and makes its Task. `finish` waits for the end; leaving a `with` block before that abandons the reading.
     """
 
     def __init__(
