@@ -196,7 +196,8 @@ class SharedCheckpoint:
 class NewestCheckpoint:
     """The newest intact checkpoint, on its way from the disk into the memory of all ranks.
 
-    The reading begins at once, in threads: meanwhile the rank imports the user's code and makes its Task. `finish` waits for the end; leaving a `with` block before that abandons the reading.
+    The reading begins at once, in threads: meanwhile the rank imports the user's code and makes its Task.
+    `finish` waits for the end; leaving a `with` block before that abandons the reading.
     """
 
     def __init__(
