@@ -38,3 +38,10 @@ def test_waiting_and_computing_alternate() -> None:
     """Evenly, however many there are of each, and each kind in its own order."""
     mixed = list(alternate([1, 2], [10, 20, 30, 40]))
     assert mixed == [1, 10, 20, 2, 30, 40]
+
+
+def test_a_module_shares_its_fixtures(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist ignores groups in silence when it does not know this pytest. What a module shares was then made for
+    each of its tests, and the suite took half as long again."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@tests/test_running_order.py"), "pytest-xdist ignores xdist_group"

@@ -137,6 +137,9 @@ QUICK = (
 )
 
 
+# Slow modules of which one process runs all tests: what these share takes longer to make than a test takes.
+SHARING = ("slurm/test_pending", "track/test_once", "frameworks/test_frameworks")
+
 # Tests that prove again, at another place or with another program, what others prove in `make test`: some cases of a
 # test, or all where none is named. `make test-long` runs these alone: before a release, or after a change to what they
 # test.
@@ -334,12 +337,18 @@ def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             item.add_marker(pytest.mark.long)
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+            if item.nodeid.removeprefix("tests/").startswith(SHARING):
+                item.add_marker(in_one_process(item))
             (waiting if item.get_closest_marker("slurm") else computing).append(item)
         else:
-            # One process runs all quick tests of a module: its fixtures are made once.
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+            item.add_marker(in_one_process(item))  # with all quick tests of its module: its fixtures are made once
             quick.append(item)
     return [*alternate(waiting, computing), *quick]
+
+
+def in_one_process(item: pytest.Item) -> pytest.MarkDecorator:
+    """The mark by which one process runs what is marked in a module."""
+    return pytest.mark.xdist_group(item.nodeid.partition("::")[0])
 
 
 def alternate(first: Sequence[T], second: Sequence[T]) -> Iterator[T]:
