@@ -135,6 +135,8 @@ class ProjectCopy:
                     found[str(path)] = seen.st_size, seen.st_mtime_ns, seen.st_ino
                 elif path.name not in (*MADE_BY_PYTHON, ".git") and (real := path.resolve()) not in known:
                     known.add(real)
+                    if code_copy.is_environment(path):  # more files than are watched, and nobody's work
+                        continue
                     todo.extend(Path(entry.path) for entry in _entries(path, MOST_WATCHED))
         return found
 

@@ -104,6 +104,23 @@ def test_what_is_large_is_linked(project: Path, tmp_path: Path, monkeypatch: pyt
     assert Path.cwd() == project
 
 
+def test_an_environment_in_the_project(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project's .venv alone has more files than are watched: what happens to the user's own is noticed all the same,
+    and fast."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(project_copy, "MOST_WATCHED", 20)
+    (packages := project / ".venv" / "lib").mkdir(parents=True)
+    (project / ".venv" / "pyvenv.cfg").touch()
+    for number in range(30):
+        (packages / f"{number}.py").touch()
+    (project / "data" / "seen" / "by").mkdir(parents=True)
+    (project / "data" / "seen" / "by" / "nobody").touch()
+    (to := tmp_path / "throwaway" / "to").mkdir(parents=True)
+    copy = ProjectCopy(config_of(tmp_path), to)
+    (project / "data" / "seen" / "by" / "nobody").write_text("changed")
+    assert copy.written() == ["data/seen/by/nobody"]
+
+
 def test_a_script_elsewhere(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typed in another folder than the script's: both are copied, and modules come from the script's."""
     (here := tmp_path / "here").mkdir()
