@@ -113,8 +113,8 @@ class Packed:
 
     def _add(self, tensor: Tensor, fixed: list[bool]) -> Tensor:
         """Note a tensor, and whether it is fixed if it is held here; returns its stand-in for the structure."""
-        part = local_of(tensor)
-        if is_fixed(tensor):
+        part, stays = local_of(tensor), is_fixed(tensor)
+        if stays:
             self._fixed.append(len(self._stand_ins))
         if shards := shard_count(tensor):
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -127,7 +127,7 @@ class Packed:
             stand_in = stored = torch.empty_like(part, device="meta")  # never has gaps or overlaps
         self._stand_ins.append(stand_in)
         if shards or self._place.shard == 0:
-            fixed.append(is_fixed(tensor))
+            fixed.append(stays)
             self._tensors.append(part)
             self._strides.append(None if stored.stride() == part.stride() else stored.stride())
         return stand_in
