@@ -22,8 +22,8 @@ from laststep.records import kept_files
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir, write_whole
 from laststep.trainer import Trainer
-from tests.cli.test_script import LAUNCH, types
-from tests.support.commands import begin, end, refusal
+from tests.cli.test_script import LAUNCH
+from tests.support.commands import begin, end, refusal, types
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import reasons, train
 

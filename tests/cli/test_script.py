@@ -17,7 +17,9 @@ from laststep.cli import main as main_module
 from laststep.config.config import Config
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
+from tests.support import commands
 from tests.support.commands import begin, end, refusal
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import fingerprint, reasons
 
@@ -35,8 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def types(folder: Path, *command: str, env: dict[str, str] | None = None, status: int = 0) -> str:
-    """What a command says, with its errors."""
-    return "".join(end(begin(folder, list(command), env), status))
+    """What a command says, with its errors. Its processes are forked, with torch loaded."""
+    return commands.types(folder, *command, env=env, status=status, python=forked_python())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laststep.config.config import Config
+from laststep.config.config import PACKAGED, Config
 from laststep.rundir import RunDir
 from laststep.submission import local
 from tests.support.project import PROJECT
@@ -17,7 +17,7 @@ from tests.support.ranks import Attempt
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Attempts on forked ranks, in a folder of the test's own."""
+    """Attempts on forked ranks, typed in a folder of the test's own: each proof copies the folder in which it is."""
 
     def train(config: Config, run: RunDir) -> str | None:
         here = Path.cwd()
@@ -28,6 +28,9 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             os.chdir(here)
         return None
 
+    (own := tmp_path / "own").mkdir()
+    (own / "configs").symlink_to(PACKAGED)
+    monkeypatch.chdir(own)
     monkeypatch.setattr(local, "train_here", train)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -22,8 +22,8 @@ from laststep.records.metrics import read_lines
 from laststep.records.probes import ProbePlan, Strike
 from laststep.rundir import RunDir
 from laststep.script import FILE, as_override
-from tests.cli.test_script import LAUNCH, types
-from tests.support.commands import begin, end
+from tests.cli.test_script import LAUNCH
+from tests.support.commands import begin, end, types
 from tests.support.needs import require_package
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import Attempt, fingerprint, reasons

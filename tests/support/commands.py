@@ -100,6 +100,18 @@ def end(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
     return said, errors
 
 
+def types(
+    folder: Path,
+    *command: str,
+    env: Mapping[str, str] | None = None,
+    status: int = 0,
+    python: str = sys.executable,
+) -> str:
+    """What a command in `folder` says to its end, with its errors. `python` is started wherever it names Python."""
+    words = [python if word == sys.executable else word for word in command]
+    return "".join(end(begin(folder, words, env), status))
+
+
 # Steps of 80 ms that take hardly any CPU time: each of their samples is read from a slow disk.
 SLOW_STEPS = (
     "task=tests.support.tasks.Unhurried", "data.name=fake", "data.args.samples=400", "data.args.image_size=8",
