@@ -48,10 +48,13 @@ def starts(user: User, name: str) -> list[tuple[str, int, int | None, int]]:
 
 
 def test_a_killed_rank(user: User) -> None:
-    """As when a node runs out of memory. The job never leaves its nodes: no queue, no lost step, the same bits."""
+    """As when a node runs out of memory. The other ranks end in seconds, not after a timeout; one of them saves the
+    last complete step before Slurm ends them too. The job never leaves its nodes: no queue, no lost step, the same
+    bits. Its log says where to look for the reason."""
     following = user.begins("--nodes", "2", "--tasks-per-node", "2", "--name", "kept", "--follow", *UNHURRIED)
     user.waits_for("kept", IN_EPOCH_2)
     user.kills("kept", 3)
+    user.cluster.wait_for(lambda: user.attempts("kept"), 30, "the other ranks did not notice")
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
     assert "resuming after step" in said, "--follow streams through the restart"
@@ -59,7 +62,13 @@ def test_a_killed_rank(user: User) -> None:
     assert requeues(user, "kept") == 0
     first, second = user.attempts("kept")
     assert (first["job_id"], first["hosts"]) == (second["job_id"], second["hosts"])
+    assert first["requeue"] and "gone (killed, out of memory, or its node died)" in first["error"]
     assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 50
+    hints = [line for line in user.types("logs", "kept").splitlines() if "hint: " in line]
+    ask = f"sacct -j {user.job_of('kept')} --format=JobID,State"
+    assert len(hints) == 1 and f"(`{ask}` shows it): set launch.mem_gb, " in hints[0]
+    if user.cluster.accounting:
+        assert user.cluster.run(*ask.split()).split()[:2] == ["JobID", "State"], "a command that Slurm has"
     assert fingerprint(user.run("kept")) == undisturbed(4, *UNHURRIED)
 
 
