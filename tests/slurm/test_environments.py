@@ -18,7 +18,6 @@ from tests.slurm.hosts import Hosts, missing
 from tests.slurm.user import User
 from tests.support.needs import require
 from tests.support.project import PROJECT
-from tests.support.ranks import fingerprint
 
 SCRIPT = """\
 import os, socket, sys, time
@@ -47,8 +46,7 @@ for step in run.steps(count=80):
     loss.backward()
     optimizer.step()
     run.log(loss=loss.detach())
-    if os.environ.get("PAUSE"):
-        time.sleep(0.05)
+    time.sleep(0.05)
 """
 
 
@@ -76,7 +74,7 @@ def user(isolated: Cluster, tmp_path: Path) -> User:
 
 def submits(user: User, name: str, *words: str) -> str:
     """Submit a held run of the script; returns what the command says."""
-    more = ("device=cpu", "launch.env.PAUSE=1", "launch.slurm.hold=true", *words)
+    more = ("device=cpu", "launch.slurm.hold=true", *words)
     return user.types("--name", name, *more, "train.py")
 
 
@@ -87,18 +85,16 @@ def preempts(user: User, name: str) -> None:
     user.cluster.run("scontrol", "requeue", user.job_of(name))
 
 
-def check_weights(user: User, name: str) -> None:
-    """The run ends with the weights of an undisturbed one, and no step was lost."""
+def ends_after_one_requeue(user: User, name: str) -> None:
+    """Wait until the run has finished, and check that its job was requeued once and no step was lost."""
     first, second = user.waits_for_end(name, "finished")
     assert (first["reason"], first["lost_steps"], second["job_id"]) == ("preempted", 0, first["job_id"])
-    here = User(user.cluster, user.root.parent / "here", folder=user.folder)
-    here.types("--local", "--name", name, "device=cpu", "train.py")
-    assert fingerprint(user.run(name)) == fingerprint(here.run(name))
+    assert second["start_step"] == first["end_step"] >= 20
 
 
 def test_a_uv_project(user: User) -> None:
     """The job trains with the packages of the lock file of its submission, next week too. The second run with the same
-    lock file installs nothing. `--code new` takes the packages of today."""
+    lock file installs nothing."""
     locks(user.folder, "red")
     # Where Laststep's own packages would be installed from.
     user.env["PYTHONPATH"] = sysconfig.get_path("purelib")
@@ -110,15 +106,10 @@ def test_a_uv_project(user: User) -> None:
     del user.env["UV"]
     locks(user.folder, "blue")
     preempts(user, "uv")
-    user.waits_for_end("uv", "finished")
+    ends_after_one_requeue(user, "uv")
     logs = user.types("logs", "uv")
     environment = user.run("uv").environment.resolve()
     assert logs.count(f"shade red {environment}") == 2 and "no network:" in logs and "shade blue" not in logs
-    user.types("resume", "uv-again", "--code", "new", "launch.slurm.hold=null", "--follow")
-    assert "shade blue" in user.types("logs", "uv-again")
-    assert len(list((user.root / ".environments").iterdir())) == 2
-    (user.folder / "shade.py").write_text("NAME = 'here'\n")  # of the environment that --local trains in
-    check_weights(user, "uv")
 
 
 def test_an_image(user: User) -> None:
@@ -142,9 +133,7 @@ def test_an_image(user: User) -> None:
     words = ("launch.setup=['export FROM_SETUP=\"a b\"']", "launch.env.GREETING=hello", f"launch.container={image}")
     submits(user, "image", *words, f"launch.python={sys.executable}")
     preempts(user, "image")
-    user.waits_for_end("image", "finished")
+    ends_after_one_requeue(user, "image")
     logs = user.types("logs", "image")
     assert logs.count("sees hello a b 1") == 2 and logs.count("in the image") == 2, logs
     assert "no network:" in logs and "project visible True" not in logs
-    (user.folder / "shade.py").write_text("NAME = 'here'\n")
-    check_weights(user, "image")
