@@ -11,34 +11,43 @@ import time
 
 import pytest
 
+from tests.slurm.cluster import Cluster
 from tests.slurm.launchers import IN_EPOCH_2, UNHURRIED
 from tests.slurm.test_restart import requeues, starts, undisturbed
 from tests.slurm.user import User
-from tests.support.project import DEADLINE_S
+from tests.support.project import DEADLINE_S, SILENT_PATH
 from tests.support.ranks import fingerprint, pause
 
 NEVER = "checkpoint.every_epochs=null"  # so a step that is not rescued is lost
 WITHIN_S = 25.0  # three seconds on an idle machine, see benchmarks/restart.py; a hang is noticed after a minute
 
 
+@pytest.fixture(scope="module")
+def forked(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> User:
+    """As `silent`, but with ranks that are forked, into which the stand-in loads that backend as torch would."""
+    user = User(cluster, tmp_path_factory.mktemp("forked-silent-runs"))
+    user.env["PYTHONPATH"] = SILENT_PATH
+    return user
+
+
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_killed_rank(silent: User, rank: int) -> None:
+def test_a_killed_rank(forked: User, rank: int) -> None:
     """On another node or on that of rank 0, which serves the store. Somebody who watches the log sees a pause of
     seconds; with a requeue, or another srun, it would be ten to thirty."""
     name = f"killed-{rank}"
-    following = silent.begins("--nodes", "2", "--name", name, "--follow", *UNHURRIED, NEVER)
-    silent.waits_for(name, IN_EPOCH_2)
+    following = forked.begins("--nodes", "2", "--name", name, "--follow", *UNHURRIED, NEVER)
+    forked.waits_for(name, IN_EPOCH_2)
     at = time.time()
-    silent.kills(name, rank)
+    forked.kills_below_its_supervisor(name, rank)
     said, _ = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 0, said
-    assert starts(silent, name) == [("failed", 0, 0, 0), ("finished", 0, 0, 1)]
-    assert requeues(silent, name) == 0
-    first, second = silent.attempts(name)
+    assert starts(forked, name) == [("failed", 0, 0, 0), ("finished", 0, 0, 1)]
+    assert requeues(forked, name) == 0
+    first, second = forked.attempts(name)
     assert first["lost_steps"] == 0 and second["start_step"] == first["end_step"] >= 50
-    took_s = pause(silent.run(name), at)
+    took_s = pause(forked.run(name), at)
     assert took_s < WITHIN_S, f"{took_s:.1f} s from SIGKILL to the first new step\n{said}"
-    assert fingerprint(silent.run(name)) == undisturbed(2, *UNHURRIED, NEVER)
+    assert fingerprint(forked.run(name)) == undisturbed(2, *UNHURRIED, NEVER)
 
 
 def test_a_frozen_rank(silent: User) -> None:

@@ -126,17 +126,29 @@ class User:
         """Send SIGKILL to these ranks of the run, in this order. A forked one dies with its supervisor."""
         self.signals(name, signal.SIGKILL, *ranks)
 
+    def kills_below_its_supervisor(self, name: str, rank: int) -> None:
+        """Send SIGKILL to this rank of the run alone, also to a forked one."""
+        pids = self._started(name)
+        (client,) = (pid for pid, number in pids.items() if number == rank and parent(pid) not in pids)
+        supervisor = process_of(client, self.python)
+        (process,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        os.kill(int(process), signal.SIGKILL)
+
     def signals(self, name: str, number: signal.Signals, *ranks: int) -> None:
         """Send a signal to these ranks of the run, in this order."""
-        pids = {
-            pid: int(environ["SLURM_PROCID"])
-            for pid, command, environ in processes()
-            if "submitit.core._submit" in command and str(self.run(name).logs) in command and command[0] != "srun"
-        }
+        pids = self._started(name)
         supervisors = {parent(pid) for pid in pids}
         pid_of = {rank: pid for pid, rank in pids.items() if pid not in supervisors}
         for rank in ranks:
             os.kill(process_of(pid_of[rank], self.python), number)
+
+    def _started(self, name: str) -> dict[int, int]:
+        """The rank that each process of the run belongs to, by pid: supervisors, and their ranks unless forked."""
+        return {
+            pid: int(environ["SLURM_PROCID"])
+            for pid, command, environ in processes()
+            if "submitit.core._submit" in command and str(self.run(name).logs) in command and command[0] != "srun"
+        }
 
     def kills_srun(self, name: str) -> None:
         """Send SIGKILL to the run's srun, but first to its child process, which would have the ranks killed."""
