@@ -108,7 +108,8 @@ def test_the_grace_is_the_clusters(desk: Desk) -> None:
     desk.types("stuck", stuck, words=(*SMALL, "task=tests.support.tasks.Faulty", "train.epochs=2"))
     desk.waits_for("stuck", "fault: sleep")
     desk.stops("stuck", "scontrol requeue")
-    first, _ = finishes(desk, "stuck", attempts=2)
+    desk.waits_for_attempts("stuck", 1)
+    first, *_ = desk.attempts("stuck")
     assert (first["reason"], first["end_step"], first["lost_steps"]) == ("preempted", 7, 0)
     assert "the step has not finished 8 s after the signal; giving it up" in desk.log("stuck")
 

@@ -169,11 +169,11 @@ def test_later_edits_do_not_leak_in(user: User, tmp_path: Path) -> None:
 
 
 def test_a_sweep(user: User) -> None:
-    """Six runs in one array, three at a time, two of them preempted: all finish, and no step of any is lost."""
-    words = ("optim.lr=0.1,0.01", "seed=0..2", "--name", "scan", "--parallel", "3", "train.max_steps=40")
+    """Four runs in one array, two at a time, two of them preempted: all finish, and no step of any is lost."""
+    words = ("optim.lr=0.1,0.01", "seed=0..1", "--name", "scan", "--parallel", "2", "train.max_steps=40")
     said = user.types("sweep", *words)
     job = said.partition("job    ")[2].partition(":")[0]
-    assert "6 runs, 3 at a time" in said
+    assert "4 runs, 2 at a time" in said
     for number, name in enumerate(("scan-lr_0.1-seed_0", "scan-lr_0.1-seed_1")):
         log = user.run(name).logs / f"{job}_{number}_0_log.out"
 
@@ -188,10 +188,10 @@ def test_a_sweep(user: User) -> None:
         return found if all(one["state"] == "finished" for one in found.values()) else None
 
     found = user.cluster.wait_for(done, DEADLINE_S, "the sweep did not finish", poll_s=1)
-    assert found is not None and len(found) == 6
+    assert found is not None and len(found) == 4
     assert all(one["step"] == 40 and one["lost_steps"] == 0 for one in found.values())
-    assert [found[f"scan-lr_0.1-seed_{seed}"]["attempts"] for seed in (0, 1, 2)] == [2, 2, 1]
+    assert [found[f"scan-lr_0.1-seed_{seed}"]["attempts"] for seed in (0, 1)] == [2, 2]
     assert "all of them have finished" in user.types("sweep", *words)
     best, *_ = user.types("status", "--sweep", "scan", "--by", "val_accuracy").splitlines()[1:]
     assert best.startswith("scan-lr_")
-    assert user.types("logs", "scan-lr_0.01-seed_2").count("attempt begins") == 1, "its own lines alone"
+    assert user.types("logs", "scan-lr_0.01-seed_1").count("attempt begins") == 1, "its own lines alone"
