@@ -136,7 +136,8 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
 
 
 def test_the_controller_is_away(fragile: User) -> None:
-    """No job can be requeued while slurmctld restarts. The run must survive that."""
+    """No job can be requeued while slurmctld restarts. The run must survive that, although every rank was killed: only
+    the batch shell is left to record the end and to request a requeue."""
     # slurmctld saves its state every 5 s. It would not know a younger job, start it a second time, and drain the node
     # where it finds the first one: a fault of Slurm's own, which is not tested here.
     fragile.types(*TWO_RANKS, "--name", "away", "launch.setup=['sleep 6']", "launch.max_restarts=0")
@@ -148,7 +149,9 @@ def test_the_controller_is_away(fragile: User) -> None:
     if version and tuple(map(int, version.groups())) < (26, 5):
         fragile.waits_for("away", "Killed")
     fragile.cluster.start_daemon("slurmctld")
-    assert comes_back(fragile, "away")["reason"] == "lost"
+    lost = comes_back(fragile, "away")
+    assert lost["reason"] == "lost" and lost["lost_s"] > 0
+    assert lost["end_step"] - lost["lost_steps"] in (40, 80), "known from metrics.jsonl; each epoch's end is saved"
 
 
 def test_a_node_dies(fragile: User) -> None:
