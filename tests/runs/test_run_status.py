@@ -88,6 +88,7 @@ def run(tmp_path: Path) -> RunDir:
         (queued("COMPLETING"), [], attempt(), "stopping", "completing"),
         (queued("COMPLETING"), [attempt(0, "finished")], None, "finished", ""),
         (queued("CONFIGURING"), [], None, "starting", "configuring"),
+        (queued("SUSPENDED"), [], attempt(), "running", "suspended"),  # its ranks keep their nodes
         (EMPTY, [attempt(0, "finished")], None, "finished", ""),
         (
             EMPTY,
