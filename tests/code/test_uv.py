@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from laststep.cli import resume
 from laststep.code import uv
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
@@ -113,8 +114,7 @@ def test_an_environment_that_is_gone(project: Path) -> None:
     locks(project, "blue")
     with pytest.raises(ConfigError, match="--code new takes that"):
         provided(config, "one")
-    uv.forget(run)
-    (run.code / ".uv").rename(project / "old")  # as --code new does with all of the copy
+    resume._choose_code(run, config, "new", live=False, dry_run=False)
     assert says(provided(config, "one")) == "blue"
 
 
