@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from laststep.config.config import Config
-from laststep.config.schema import Launch
+from laststep.config.schema import Checkpoint, Launch
 from laststep.data.order import Order, seed_generators, seed_of
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
@@ -96,7 +96,7 @@ def undisturbed_run(config: Config, before: Before = None) -> dict[str, Any]:
     matters. All tests that ask for the same run share it.
 
     The tasks of tests/support/tasks and tests/gpu/tasks change nothing about an undisturbed run, so it is trained with
-    the task that they derive from.
+    the task that they derive from, and saved as often as any: that changes nothing either.
     """
     return _trained(_undisturbed(config), before)
 
@@ -113,7 +113,8 @@ def _undisturbed(config: Config) -> Config:
     derived = config.task.startswith(("tests.support.tasks.", "tests.gpu.tasks."))
     task = "classification" if derived else config.task
     launch = Launch(name="", root=str(shared_folder()), tasks_per_node=config.launch.world_size)
-    plain = dataclasses.replace(config, task=task, launch=launch)
+    saves = Checkpoint(start_from=config.checkpoint.start_from) if derived else config.checkpoint
+    plain = dataclasses.replace(config, task=task, launch=launch, checkpoint=saves)
     name = hashlib.sha256(plain.to_yaml().encode()).hexdigest()[:16]
     return dataclasses.replace(plain, launch=dataclasses.replace(launch, name=name))
 
