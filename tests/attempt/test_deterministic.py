@@ -17,6 +17,7 @@ from laststep.config.errors import ConfigError
 from laststep.ranks import nccl
 from laststep.rundir import RunDir
 from tests.attempt.deterministic import LOOP, SCATTERS, like_on_a_gpu
+from tests.support.forked import forked_python
 from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import Attempt
 from tests.support.records import a_world
@@ -60,7 +61,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     )
     words = [SCATTERS, "device=cpu", "data.name=fake", "data.args.samples=16", f"launch.root={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "--name", "mine", *words],
+        [forked_python(), "-c", code, "--name", "mine", *words],
         cwd=PROJECT,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
         capture_output=True,

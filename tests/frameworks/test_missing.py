@@ -88,7 +88,7 @@ def test_lightning_by_its_other_name(tmp_path: Path) -> None:
         "    return {'steps': trainer.global_step}\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "laststep", "task=named.main", "device=cpu", "launch.root=runs", "--name", "named"],
+        [forked_python(), "-m", "laststep", "task=named.main", "device=cpu", "launch.root=runs", "--name", "named"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PROJECT}"},
         capture_output=True,

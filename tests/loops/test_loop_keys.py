@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from laststep.config.errors import ConfigError
 from laststep.records.plan import write_given
 from laststep.rundir import RunDir
 from tests.support.commands import begin, end, refusal
+from tests.support.forked import forked_python
 from tests.support.loops import run_function
 from tests.support.project import PROJECT
 
@@ -287,7 +287,7 @@ def test_on_two_ranks(word: str, says: str, status: int, tmp_path: Path) -> None
     """All ranks end in one line, before anything is kept: the name is free for the run that was meant."""
     (tmp_path / "own.py").write_text(MODULE)
     words = ("task=own.main", "device=cpu", "launch.tasks_per_node=2", word)
-    command = [sys.executable, str(PROJECT / "launch.py"), "--local", "--name", "run", *words]
+    command = [forked_python(), str(PROJECT / "launch.py"), "--local", "--name", "run", *words]
     said, errors = end(begin(tmp_path, command), status)
     assert says in (said + errors).strip().splitlines()[-1]
     assert "has not read it" not in said + errors

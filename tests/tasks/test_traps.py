@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from laststep.cli.main import main
 from tests.support.commands import begin, end, refusal
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT
 
 MODULE = """\
@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 def trained(folder: Path, *words: str, status: int) -> str:
     """What the last line says of a run that is started here; it leaves no folder behind if it is refused."""
-    command = [sys.executable, str(PROJECT / "launch.py"), "--local", "--name", "run", *words]
+    command = [forked_python(), str(PROJECT / "launch.py"), "--local", "--name", "run", *words]
     said, errors = end(begin(folder, command), status)
     assert (folder / "runs" / "run").exists() == (status != 2)
     return (said + errors).strip().splitlines()[-1]
@@ -110,7 +110,7 @@ def test_what_is_read_is_taken(folder: Path) -> None:
 )
 def test_a_task_that_is_not_quite_one(task: str, says: str, status: int, folder: Path) -> None:
     """One line instead of a traceback through the loop."""
-    command = [sys.executable, str(PROJECT / "launch.py"), "--local", f"task=own.{task}", *WORDS]
+    command = [forked_python(), str(PROJECT / "launch.py"), "--local", f"task=own.{task}", *WORDS]
     said, errors = end(begin(folder, command), status)
     assert says in said + errors
 
@@ -118,7 +118,7 @@ def test_a_task_that_is_not_quite_one(task: str, says: str, status: int, folder:
 @pytest.mark.slow
 def test_an_error_in_the_validation_comes_at_once(folder: Path) -> None:
     """Not after an epoch of hours, and then again after each restart."""
-    command = [sys.executable, str(PROJECT / "launch.py"), "--local", "task=own.FailsInValidation", *WORDS]
+    command = [forked_python(), str(PROJECT / "launch.py"), "--local", "task=own.FailsInValidation", *WORDS]
     said, errors = end(begin(folder, command), 1)
     assert "KeyError: 'accuracy'" in said + errors
     assert "step 1/" not in said + errors
