@@ -41,6 +41,7 @@ SCRIPTS = {
         "lightning",
     ),
 }
+SPAWNED = ', num_workers=1, multiprocessing_context="spawn"'
 ANCHORED = ("checkpoint.anchors=5", "train.digest_every=4", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
 
 
@@ -106,6 +107,14 @@ def test_attempts_of_other_sizes(root: Path, here: Path, shares: str, capfd: pyt
         assert "launch.nodes=1: steps 1 to 8 of sized-null were done with several" in refusal(words, capfd, here)
 
 
+def without_workers(script: Path) -> str:
+    """Its source without the spawned worker, which would import torch again in each process: tests/cli/test_script.py
+    is about that one."""
+    source = script.read_text()
+    assert (SPAWNED in source) == (script == SCRIPTS["plain"][0])
+    return source.replace(SPAWNED, "")
+
+
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", ["plain", "lightning"])
 def test_a_script(
@@ -114,7 +123,7 @@ def test_a_script(
     """A script of the user's own, and one that Lightning trains, from a checkpoint and on as many ranks."""
     file, words, package = SCRIPTS[name]
     require_package(package)
-    shutil.copy(file, tmp_path / "train.py")
+    (tmp_path / "train.py").write_text(without_workers(file))
     options = ["device=cpu", "train.digest_every=1", "checkpoint.anchors=4", "launch.tasks_per_node=2"]
     options += [f"launch.root={root}", f"launch.name={name}", as_override(["train.py", *words.split()])]
     monkeypatch.chdir(PROJECT)  # where the server that forks the ranks finds what it loads
@@ -132,7 +141,7 @@ def test_a_script_with_trackers_of_its_own(
 ) -> None:
     """Its own calls find the run's tracker in a run, and nobody in a replay, in what `--from` does again and in `diff`,
     whatever the run's own variables say."""
-    source, seen = SCRIPTS["plain"][0].read_text(), tmp_path / "seen"
+    source, seen = without_workers(SCRIPTS["plain"][0]), tmp_path / "seen"
     variables = "{name: os.environ.get(name) for name in ('WANDB_RUN_ID', 'WANDB_MODE', 'TRACKIO_SPACE_ID')}"
     note = f"import json\nprint(json.dumps({variables}), file=open({str(seen)!r}, 'a'))\n"
     (tmp_path / "train.py").write_text(source.replace("run = laststep.run()\n", f"run = laststep.run()\n{note}", 1))
