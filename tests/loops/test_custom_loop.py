@@ -13,7 +13,7 @@ from laststep.config.config import Config
 from laststep.loops import engine
 from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, train
-from tests.support.runs import undisturbed_run
+from tests.support.runs import undisturbed_run, without_a_long_wait
 
 KILLED = -signal.SIGKILL
 
@@ -183,7 +183,8 @@ def test_killed_between_two_updates(root: Path, ranks: int, place: str, step: in
 
 
 def copies_nothing() -> None:
-    """In this rank any state is too large to copy."""
+    """In this rank any state is too large to copy. It does not wait long for one that has what it needs."""
+    without_a_long_wait()
     vars(engine)["MOST_COPIED"] = 0
 
 
