@@ -19,6 +19,7 @@ from tests.attempt import test_rescue as rescue
 from tests.attempt import test_sharded_rescue as sharded
 from tests.attempt.test_rescue import goes_on, slug
 from tests.loops import test_custom_loop as custom
+from tests.loops import test_custom_sharding as custom_sharding
 from tests.silent import silent_backend
 from tests.support.project import DEADLINE_S, SILENT, wait_until
 from tests.support.ranks import forked
@@ -68,6 +69,11 @@ def test_a_shard_survives(root: Path, options: tuple[str, ...], fault: str, requ
     record = only(sharded.befall(root, name, fault, options))
     assert (record["end_step"], record["lost_steps"]) == (4, 0)
     sharded.ends_undisturbed(root, name, options)
+
+
+def test_a_copied_shard_survives(root: Path) -> None:
+    """In another node's memory, also of a custom loop."""
+    custom_sharding.test_a_copy_survives(root, "step 7 rank 1", 6)
 
 
 def test_a_custom_loop(root: Path) -> None:
