@@ -344,7 +344,6 @@ LONG: dict[str, list[str]] = {
     "slurm/test_policy.py::test_python_is_gone": [],
     "slurm/test_policy.py::test_srun_is_killed": [],
     "slurm/test_requeue.py::test_an_expedited_requeue": [],
-    "slurm/test_requeue.py::test_one_rank_is_killed": [],
     "slurm/test_requeue.py::test_preemption": ["main"],
     "slurm/test_requeue.py::test_suspended": [],
     "slurm/test_restart.py::test_a_signal_between_two_starts": ["term-signal1-end1"],
