@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import threading
@@ -37,6 +38,8 @@ FILE_BYTES = 64 << 20
 FILES_PER_RANK = 4
 MOST_FILES = 4096
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
+# What goes past the page cache begins and ends at multiples of this, in the file and in memory.
+BLOCK = 4096
 
 Result = TypeVar("Result")
 
@@ -109,17 +112,18 @@ def read_files(
 def write_hashed(path: Path, chunks: Iterable[memoryview], sync_bytes: int | None = None) -> FileEntry:
     """Write and sync a new file; returns its entry in the manifest. A chunk is read until the next one is asked for.
 
-    The disk begins with each chunk at once, so the sync at the end has little left to wait for. With `sync_bytes` the
-    file is synced each time that about this much is written, so that no sync takes long, and a thread of its own hashes
-    it: the single file of a rank that others wait for. Raises OSError.
+    The disk has each chunk, or begins with it, before the next one is asked for, so the sync at the end has little left
+    to wait for. With `sync_bytes` the file is synced each time that about this much is written, so that no sync takes
+    long, and a thread of its own hashes it: the single file of a rank that others wait for. Raises OSError.
     """
     digest, size, synced = hashlib.sha256(), 0, 0
     with path.open("xb", buffering=0) as file:
+        access = _Uncached(file)
 
         def write(chunk: memoryview) -> None:
-            left = chunk
-            while left:
-                left = left[file.write(left) :]
+            done = 0
+            while done < len(chunk):
+                done += access.do(file.write, chunk[done:], size + done)
             # Of pages that are not on the disk yet this says: begin (man 2 posix_fadvise, under Linux).
             _advise(file, size, len(chunk), "POSIX_FADV_DONTNEED")
 
@@ -174,15 +178,25 @@ def _verify(
 def _hash(
     path: Path, after_read: Callable[[], None], sync: bool = False, memory: memoryview | None = None
 ) -> FileEntry:
-    """Read a file from front to back, into `memory` if there is any. The kernel reads ahead while a piece is hashed:
-    that was up to twice as fast as direct I/O by several threads, and a file has one hash in any case."""
+    """Read a file from front to back: into `memory` past the page cache if there is any, which is that of a
+    `HostMemory`; otherwise through it, and the kernel reads ahead while a piece is hashed."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         _advise(file, 0, 0, "POSIX_FADV_SEQUENTIAL")
         buffer = memoryview(bytearray(READ_BYTES if memory is None else 0))
+        access = None if memory is None else _Uncached(file)
+
+        def read(part: memoryview) -> int:
+            return os.preadv(file.fileno(), [part], size + count)
+
         while True:
-            piece = buffer if memory is None else memory[size : size + READ_BYTES]
-            if not piece or not (count := os.preadv(file.fileno(), [piece], size)):
+            piece, count = buffer if memory is None else memory[size : size + READ_BYTES], 0
+            while count < len(piece):
+                part = piece[count:]
+                if not (found := read(part) if access is None else access.do(read, part, size + count)):
+                    break
+                count += found
+            if not count:
                 break
             digest.update(piece[:count])
             size += count
@@ -190,6 +204,43 @@ def _hash(
         if sync:
             os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+class _Uncached:
+    """Reads and writes of a file, past the page cache (O_DIRECT, man 2 open) as far as its file system has that.
+
+    The copies that the page cache makes cost as much processor time as the hash, which the training then lacks, and
+    push out the data that it reads again. Memory that is read into must be hidden from forked processes, as a
+    `HostMemory` is: a fork meanwhile could leave it without the bytes (there, under Notes).
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file, self._flag = file, getattr(os, "O_DIRECT", 0)
+        self._flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        self._set = 0
+
+    def do(self, call: Callable[[memoryview], int], piece: memoryview, offset: int) -> int:
+        """Have `call` read or write as much of a piece as possible, which comes at this offset; returns how much that
+        was. Raises OSError."""
+        if (whole := len(piece) // BLOCK * BLOCK) and offset % BLOCK == 0 and self._switch(self._flag):
+            try:
+                return call(piece[:whole])
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._flag = 0  # it has other blocks than these, or the memory begins within one
+        self._switch(0)
+        return call(piece)
+
+    def _switch(self, flag: int) -> int:
+        """Have the next calls go past the page cache, or not; returns whether they do."""
+        if flag != self._set:
+            try:
+                fcntl.fcntl(self._file.fileno(), fcntl.F_SETFL, self._flags | flag)
+                self._set = flag
+            except OSError:  # this file system has only the page cache
+                self._flag = 0
+        return self._set
 
 
 def _advise(file: FileIO, start: int, count: int, advice: str) -> None:

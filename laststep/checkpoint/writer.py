@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 
-from laststep.checkpoint.files import CheckpointError, FileEntry, at_once, file_count, own_files, write_hashed
+from laststep.checkpoint.files import BLOCK, CheckpointError, FileEntry, at_once, file_count, own_files, write_hashed
 from laststep.checkpoint.links import Links
 from laststep.checkpoint.memory import reusable_buffer
 from laststep.checkpoint.opaque import Share
@@ -163,7 +163,7 @@ class CheckpointWriter:
         the first save need not: one of 12 GB, which is pinned for a GPU, takes seconds. A save that comes earlier waits
         for it."""
         packed = Packed(state, self.place)
-        count = sum(stop - start for _, start, stop, _ in self._stripes(packed)[1])
+        count = sum(_in_blocks(stop - start) for _, start, stop, _ in self._stripes(packed)[1])
         if self._idle.is_set() and count:
             self._idle.clear()
             self._jobs.put(count)
@@ -219,14 +219,14 @@ class CheckpointWriter:
         place, packed = self.place, Packed(state, self.place)
         files, stripes = self._stripes(packed)
         sharding = [files] * place.shards if place.shards > 1 else []
-        self._reserve(sum(stop - start for _, start, stop, _ in stripes))
+        self._reserve(sum(_in_blocks(stop - start) for _, start, stop, _ in stripes))
         parts, copied = list[FilePart](), 0
         for number, start, stop, fixed in stripes:
             data = self._buffer[copied : copied + stop - start]
             packed.copy(start, stop, data)
             name = shard_name(place.shard * files + number, place.shards * files)
             parts.append(FilePart(name, data.numpy().data, fixed))
-            copied += stop - start
+            copied += _in_blocks(stop - start)
         return Part(packed.structure, sharding, parts)
 
     def _reserve(self, count: int) -> None:
@@ -394,6 +394,11 @@ class CheckpointWriter:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise _WriterClosed("the attempt is ending")
+
+
+def _in_blocks(count: int) -> int:
+    """`count` bytes rounded up to whole blocks: each file's bytes begin where they may go past the page cache."""
+    return -(-count // BLOCK) * BLOCK
 
 
 def _is_full(error: BaseException | None) -> bool:

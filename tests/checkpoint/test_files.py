@@ -1,0 +1,166 @@
+"""Files of a checkpoint are written and read past the page cache, where the file system has that."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laststep.checkpoint import files
+from laststep.checkpoint.files import BLOCK, FileEntry, read_files, write_hashed
+from laststep.checkpoint.memory import HostMemory
+from laststep.checkpoint.store import CheckpointStore
+from laststep.checkpoint.writer import CheckpointInfo, CheckpointWriter
+from tests.support.project import DEADLINE_S
+
+CHUNK = 1 << 20
+
+
+def memory_of(count: int) -> memoryview:
+    """Memory with `count` random bytes."""
+    memory = HostMemory(count)
+    memory.tensor.random_(0, 256)
+    return memory.tensor.numpy().data
+
+
+def chunks(data: memoryview, size: int = CHUNK) -> Iterator[memoryview]:
+    """The data, in pieces of this size."""
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def read(path: Path, entry: FileEntry) -> memoryview:
+    """What a restore reads of a file; no error."""
+    memory = HostMemory(entry["bytes"]).tensor.numpy().data
+    assert read_files(path.parent, {path.name: entry}, {path.name: memory}, lambda: None) == {}
+    return memory
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(path: Path) -> bool:
+    """Whether the page cache has the beginning of a file. Afterwards it has none of it."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            return False
+        finally:  # the look may have begun to read it
+            forget(path)
+
+
+def tells(folder: Path) -> bool:
+    """Whether this file system tells what the page cache has, and drops it when told: the one of the tests does."""
+    (path := folder / "probe").write_bytes(bytes(BLOCK))
+    with contextlib.suppress(OSError):
+        return is_cached(path) and not is_cached(path)
+    return False
+
+
+@pytest.mark.parametrize("size", [0, 64, BLOCK, BLOCK + 64, CHUNK - 64, 3 * CHUNK + BLOCK - 64, 9 * CHUNK])
+@pytest.mark.parametrize("sync_bytes", [None, CHUNK])
+def test_any_size(size: int, sync_bytes: int | None, tmp_path: Path) -> None:
+    """Past the page cache only whole blocks can go: the rest of a file must be there as well."""
+    data = memory_of(size)
+    entry = write_hashed(tmp_path / "file", chunks(data), sync_bytes)
+    assert entry == {"bytes": size, "sha256": hashlib.sha256(data).hexdigest()}
+    assert (tmp_path / "file").read_bytes() == data
+    assert read(tmp_path / "file", entry) == data
+
+
+def test_the_page_cache_stays_with_the_training(tmp_path: Path) -> None:
+    """A checkpoint of many gigabytes must not push out the data set that the training reads again; it is not read
+    before a restart."""
+    data = memory_of(4 * CHUNK)
+    entry = write_hashed(tmp_path / "file", chunks(data))
+    if tells(tmp_path):
+        assert not is_cached(tmp_path / "file")
+        read(tmp_path / "file", entry)
+        assert not is_cached(tmp_path / "file")
+
+
+@pytest.mark.parametrize("refused", ["the switch", "the call"])
+def test_a_file_system_that_has_only_the_page_cache(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some say so when they are asked for it, others when it is used."""
+    real_control, real_read = fcntl.fcntl, os.preadv
+    direct = set[int]()
+
+    def control(file: int, command: int, argument: int = 0) -> int:
+        if argument & os.O_DIRECT:
+            if refused == "the switch":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            direct.add(file)
+            return 0
+        direct.discard(file)
+        return real_control(file, command, argument)
+
+    def preadv(file: int, pieces: list[Any], *words: int) -> int:
+        if file in direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_read(file, pieces, *words)
+
+    data = memory_of(3 * CHUNK + 64)
+    entry = write_hashed(tmp_path / "file", chunks(data))
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read(tmp_path / "file", entry) == data
+    if refused == "the switch":
+        assert write_hashed(tmp_path / "again", chunks(data)) == entry
+
+
+def test_memory_that_begins_within_a_block(tmp_path: Path) -> None:
+    """Parts of a rescue are cut anywhere. Whatever the disk says to that, their bytes arrive."""
+    data = memory_of(3 * CHUNK)[64 : 2 * CHUNK + 192]
+    entry = write_hashed(tmp_path / "file", chunks(data, CHUNK + 64))
+    assert (tmp_path / "file").read_bytes() == data
+    assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_an_error_is_not_tried_again(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk says of these bytes counts: the page cache might take what the disk has refused, and hide it until
+    the sync."""
+    real, failed = os.preadv, list[int]()
+
+    def preadv(file: int, pieces: list[Any], *words: int) -> int:
+        if not failed:
+            failed.append(number)
+            raise OSError(number, os.strerror(number))
+        return real(file, pieces, *words)
+
+    entry = write_hashed(tmp_path / "file", chunks(memory_of(CHUNK)))
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = HostMemory(CHUNK).tensor.numpy().data
+    errors = read_files(tmp_path, {"file": entry}, {"file": memory}, lambda: None)
+    assert os.strerror(number) in str(errors["file"])
+
+
+def test_every_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's files stand in one buffer, one after another. Where one began within a block, the disk might refuse to
+    take it from there, and the save would cost the training a copy of it."""
+    monkeypatch.setattr(files, "FILE_BYTES", CHUNK)
+    writer = CheckpointWriter(store := CheckpointStore(tmp_path / "of"), dist.HashStore(), 0, 1, torch.device("cpu"))
+    writer.start(CheckpointInfo(1, 1, 1, {}), {"weights": torch.rand(CHUNK + 48)}, lambda: None, 1, 0)
+    assert writer.wait(DEADLINE_S) and writer.error is None
+    writer.close()
+    parts = [store.path(1) / name for name in store.manifest(1).shards]
+    assert len(parts) == 4 and len({path.stat().st_size % BLOCK for path in parts}) > 1
+    if tells(tmp_path):
+        assert [path.name for path in parts if is_cached(path)] == []
+    store.verify(1)
