@@ -26,6 +26,7 @@ from tests.support.ranks import fingerprint, reasons
 TRAIN = PROJECT / "tests" / "cli" / "user_scripts" / "train.py"
 LAUNCH = (sys.executable, str(PROJECT / "launch.py"))
 CPU = ("device=cpu", "launch.hang_timeout_s=60")
+NO_WORKER = {"WORKERS": "0"}  # one that the script spawns imports torch, for seconds
 
 
 @pytest.fixture
@@ -115,14 +116,15 @@ def test_by_python(folder: Path) -> None:
     assert "nothing is left to do" in types(folder, *words)
     said = types(folder, sys.executable, "train.py", "--steps", "14", status=2)
     assert "\nerror: train.py --steps 14: train was started as `train.py --steps 12`, and a run keeps its words" in said
-    types(folder, *words, env={"LASTSTEP_NEW": "1"})
+    types(folder, *words, env={"LASTSTEP_NEW": "1", **NO_WORKER})
     (other,) = set((folder / "runs").iterdir()) - {run.path}
     assert other.name.startswith("train-") and fingerprint(RunDir(other)) == fingerprint(run)
 
 
 def undisturbed(folder: Path, *words: str) -> RunDir:
     """The run of two ranks that the script makes when nothing disturbs it."""
-    types(folder, *LAUNCH, "--local", "--tasks-per-node", "2", "--name", "undisturbed", *CPU, "train.py", *words)
+    start = (*LAUNCH, "--local", "--tasks-per-node", "2", "--name", "undisturbed", *CPU)
+    types(folder, *start, "train.py", *words, env=NO_WORKER)
     return RunDir(folder / "runs" / "undisturbed")
 
 
@@ -149,8 +151,8 @@ def test_more_words_at_a_resume(folder: Path) -> None:
     """`resume RUN -- --steps 40` says what it changes, and a run that is made longer by its own words equals one that
     was that long from the beginning: each step and the epoch once in metrics.jsonl."""
     start = (*LAUNCH, "--local", "--tasks-per-node", "2", "--name", "longer", *CPU)
-    types(folder, *start, "train.py", "--steps", "25", "--lr", "0.02")
-    said = types(folder, *LAUNCH, "resume", "longer", "--local", "--", "--steps", "40")
+    types(folder, *start, "train.py", "--steps", "25", "--lr", "0.02", env=NO_WORKER)
+    said = types(folder, *LAUNCH, "resume", "longer", "--local", "--", "--steps", "40", env=NO_WORKER)
     assert "script train.py --steps 25 --lr 0.02 --steps 40\n  was  train.py --steps 25 --lr 0.02\n" in said
     longer = RunDir(folder / "runs" / "longer")
     assert fingerprint(longer) == fingerprint(undisturbed(folder, "--steps", "40", "--lr", "0.02"))

@@ -46,7 +46,8 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     run.restore(model=model, optimizer=optimizer, scaler=None)
     print(f"{len(run.steps(count=args.steps))} steps left of {args.steps}\n", end="", flush=True)
-    held = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    n = int(os.environ.get("WORKERS", "1"))
+    held = DataLoader(Squares(), batch_size=4, num_workers=n, multiprocessing_context="spawn" if n else None)
     try:
         for step in run.steps(count=args.steps):
             x = torch.randn(8, 4)
