@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from laststep.config.config import PACKAGED
 from laststep.data.catalog import MNIST_5K
 from laststep.ranks.disk import lock_holder
 from laststep.records.append_only import append_line
 from laststep.records.attempt_record import read_attempts
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
-from tests.support.commands import LONG, Terminal, begin, children, end, ranks_of, refusal
+from tests.support.commands import LONG, Terminal, begin, children, end, files, ranks_of, refusal
 from tests.support.forked import forked_python
 from tests.support.images import make_folder
 from tests.support.project import DEADLINE_S, PROJECT, read_until, wait_until
@@ -141,13 +142,21 @@ def test_a_run_of_a_sweep_fails(terminal: Terminal) -> None:
     assert "sweep  scan: 2 runs, 1 to do, " in again and "\nsweep  scan: 0 finished, 1 failed: " in again
 
 
-def test_smoke(terminal: Terminal) -> None:
+def smoke(folder: Path, *words: str, status: int = 0) -> str:
+    """What --smoke says in a folder that has configurations and nothing else: it copies the folder where it is typed,
+    and this project's takes longer than the training."""
+    (folder / "configs").symlink_to(PACKAGED)
+    said = "".join(end(begin(folder, [forked_python(), str(PROJECT / "launch.py"), "--smoke", *words]), status))
+    assert files(folder) == [], "nothing is left of it"
+    return said
+
+
+def test_smoke(tmp_path: Path) -> None:
     """Steps, a save, a resume and a validation before a night of training; nothing is left of it."""
-    said = terminal.types("--smoke", "--tasks-per-node", "2", *TINY)
+    said = smoke(tmp_path, "--tasks-per-node", "2", *TINY)
     assert said.startswith(
         "smoke  trained to step 2 and saved, resumed, trained to step 4\n       validation batches: 3; 2 ranks, "
     )
-    assert not terminal.root.exists() or not list(terminal.root.iterdir())
 
 
 def test_smoke_of_a_custom_loop(terminal: Terminal) -> None:
@@ -156,9 +165,9 @@ def test_smoke_of_a_custom_loop(terminal: Terminal) -> None:
     assert said.startswith("smoke  trained to step 2 and saved, resumed, trained to step ")
 
 
-def test_smoke_fails(terminal: Terminal) -> None:
+def test_smoke_fails(tmp_path: Path) -> None:
     """The last lines are the error, and where in the user's code it is."""
-    said = terminal.types("--smoke", "task=tests.support.tasks.Broken", *TINY, status=1)
+    said = smoke(tmp_path, "task=tests.support.tasks.Broken", *TINY, status=1)
     *_, error, place = said.splitlines()
     assert error.startswith("smoke  fails at its start: ") and error.endswith("ValueError: a bad sample")
     assert place.startswith("at     tasks.py, line ")
@@ -328,15 +337,15 @@ def test_a_killed_rank_is_started_again(terminal: Terminal) -> None:
     assert steps == list(range(1, 13))
 
 
-def test_a_killed_rank_ends_the_run(plain: Terminal) -> None:
+def test_a_killed_rank_ends_the_run(terminal: Terminal) -> None:
     """When one rank is killed (out of memory) the others and the command end too, with status 1 and the rank's name."""
-    launcher = plain.starts("--local", "--tasks-per-node", "2", "launch.max_restarts=0", "--name", "oom", *LONG)
-    plain.waits_for_step("oom")
+    launcher = terminal.starts("--local", "--tasks-per-node", "2", "launch.max_restarts=0", "--name", "oom", *LONG)
+    terminal.waits_for_step("oom")
     os.kill(ranks_of(launcher)[1], signal.SIGKILL)
     said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 1
     assert "rank 1 was killed by SIGKILL" in said
-    assert reasons(plain.run("oom")) == ["failed"]
+    assert reasons(terminal.run("oom")) == ["failed"]
 
 
 def test_a_deleted_run_stays_deleted(plain: Terminal) -> None:

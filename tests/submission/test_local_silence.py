@@ -29,7 +29,7 @@ WITHIN_S = 25.0  # three seconds on an idle machine, see benchmarks/restart.py; 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
     """No step is lost, and the ranks are back within seconds."""
-    terminal = Terminal(tmp_path / "runs", sys.executable, PYTHONPATH=SILENT_PATH)
+    terminal = Terminal(tmp_path / "runs", PYTHONPATH=SILENT_PATH)
     launcher = terminal.starts("--local", "--name", "run", *WORDS)
     run = terminal.run("run")
     wait_until(lambda: len(read_lines(run.metrics)) > 30, "the run does not train")

@@ -28,7 +28,7 @@ from laststep.ranks.world import World
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.runs.queue import SEPARATOR
-from tests.support.forked import forked_python
+from tests.support.forked import forked_python, process_of
 from tests.support.project import DEADLINE_S, PROJECT, wait_until
 
 NO_SLURM = "/nonexistent"
@@ -62,10 +62,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path != folder / "configs")
 
 
-def launch(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def launch(*words: str, stdin: str = "", python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     """Run `python launch.py WORDS` in the current folder."""
     return subprocess.run(
-        [sys.executable, str(PROJECT / "launch.py"), *words],
+        [python, str(PROJECT / "launch.py"), *words],
         input=stdin,
         capture_output=True,
         text=True,
@@ -208,7 +208,15 @@ def plain(text: str) -> list[str]:
 
 def ranks_of(launcher: subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
     """Pids of the ranks that are up, which the supervisors of this launcher have forked, rank 0 first."""
-    return [rank for supervisor in children(launcher.pid) for rank in children(supervisor)]
+    return [rank for supervisor in children(_python(launcher.pid)) for rank in children(_python(supervisor))]
+
+
+def _python(pid: int) -> int:
+    """The process that this one stands for, if it is a client of a stand-in for Python, else itself."""
+    try:
+        return process_of(pid, os.readlink(f"/proc/{pid}/exe"))
+    except (OSError, ValueError):  # it has just ended, or its process is just being made
+        return pid
 
 
 def children(pid: int) -> list[int]:
