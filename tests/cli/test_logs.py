@@ -108,24 +108,22 @@ def test_the_end_of_a_long_log(run: RunDir, capsys: pytest.CaptureFixture[str]) 
     """Its last lines come at once, although a file of gigabytes takes minutes to read. Ranks that have written at about
     the same time are merged as ever, over midnight too."""
     step = "[laststep {}] step {} " + 80 * "x"
-    writes(run, 0, HEAD, *(step.format("23:59:58", number) for number in range(200_000)), "[laststep 00:00:01] last")
+    writes(run, 0, HEAD, *(step.format("23:59:58", number) for number in range(100_000)), "[laststep 00:00:01] last")
     writes(run, 1, *(step.format("18:00:00", number) for number in range(2_000)), "[laststep 00:00:00] last but one")
     after_midnight = time.mktime((2026, 11, 22, 0, 0, 2, 0, 0, -1))
     for log in run.logs.iterdir():
         os.utime(log, (after_midnight, after_midnight))
     began = time.process_time()
     assert main(["logs", "first", "-n", "3"]) == 0
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 0.5  # all of it takes 3 s
     shown = [line.replace(80 * "x", "") for line in capsys.readouterr().out.splitlines()]
     assert shown == [
-        "  0 | [laststep 23:59:58] step 199999 ",
+        "  0 | [laststep 23:59:58] step 99999 ",
         "  1 | [laststep 00:00:00] last but one",
         "  0 | [laststep 00:00:01] last",
     ]
     assert main(["logs", "first", "-n", "2", "--grep", "attempt begins|last$"]) == 0, "found at the far end, too"
-    assert capsys.readouterr().out.splitlines()[-1] == shown[-1]
-    assert main(["logs", "first", "-n", "1", "--grep", "attempt begins"]) == 0
-    assert capsys.readouterr().out == f"  0 | {HEAD}\n"
+    assert capsys.readouterr().out.splitlines() == [f"  0 | {HEAD}", shown[-1]]
 
 
 @pytest.mark.parametrize(

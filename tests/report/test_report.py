@@ -270,17 +270,18 @@ def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A month of training: the page takes seconds to make, a phone can load it, and it shows the only spike."""
+    """A month of training, of which a quarter is made here: the page takes seconds to make, a phone can load it, and it
+    shows the only spike."""
     run = make(root, "mine")
     line = '{{"step": {0}, "epoch": 1, "loss": {1}, "lr": 0.1, "samples_per_s": 64.0, "time": {0}}}\n'
     with run.metrics.open("w") as file:
-        file.writelines(line.format(n, 77.0 if n == 123_456 else 1.5) for n in range(1, 1_000_001))
+        file.writelines(line.format(n, 77.0 if n == 123_456 else 1.5) for n in range(1, 250_001))
     began = time.monotonic()
     page = report(capfd, root, "mine")
-    assert time.monotonic() - began < 60  # 4 s on an idle machine
+    assert time.monotonic() - began < 15  # 2.5 s on a busy machine
     assert len(page.source) - len(get_plotlyjs()) < 1_000_000
     spike = max(page.rows(0), key=lambda row: row.high)
-    assert spike.high == 77.0 and spike.first <= 123_456 <= spike.last < spike.first + 500
+    assert spike.high == 77.0 and spike.first <= 123_456 <= spike.last < spike.first + 125
 
 
 def test_steps_that_were_not_finite(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
