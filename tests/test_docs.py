@@ -146,12 +146,17 @@ def test_a_picture_shows_what_is_printed_today(name: str) -> None:
         assert pictures.stale(kept, text_of(now)) == [], f"to draw it again: python -m tools.pictures {name}"
 
 
+@pytest.fixture(scope="module")
+def said() -> str:
+    """All texts of the program."""
+    texts = (text for path in (PROJECT / "laststep").rglob("*.py") for text in _texts(path))
+    return "\n".join([*texts, pictures.TASK, "resuming with threads"])  # joined of names when it is said
+
+
 @pytest.mark.parametrize("name", [file for _, files in pictures.TERMINALS.values() for file in files])
-def test_a_picture_says_what_the_program_still_says(name: str) -> None:
+def test_a_picture_says_what_the_program_still_says(name: str, said: str) -> None:
     """The quick half of the test above, where no Slurm is: the words of each message, and each title of a table, stand
     in a text of the program. To draw one again: python -m tools.pictures"""
-    texts = (text for path in (PROJECT / "laststep").rglob("*.py") for text in _texts(path))
-    said = "\n".join([*texts, pictures.TASK, "resuming with threads"])  # joined of names when it is said
     command, *lines = normalised(text_of((pictures.DOCS / name).read_text()))
     messages = [line.partition("] ")[2] for line in lines if "[laststep" in line]
     phrases = [each.strip() for line in messages for each in re.split(r"[^a-z' ]+|\branks?\b", line)]
