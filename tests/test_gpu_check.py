@@ -21,6 +21,7 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu.check import Check
 from tests.gpu.parts import PARTS, Part
+from tests.support.forked import forked_python
 from tests.support.project import DEADLINE_S, PROJECT, wait_until
 
 FIRST = ["full-queue", "full-queue-nccl", "queued-steps", "death-nccl", "death-gloo", "restart"]
@@ -190,7 +191,7 @@ def test_within_an_allocation(output: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_machine_that_cannot(python: list[str], said: str, tmp_path: Path) -> None:
     """One line, status 2, and no report: nothing was checked."""
     report = tmp_path / "report.jsonl"
-    words = [sys.executable, *python, "-m", "tests.gpu", "--report", str(report)]
+    words = [forked_python(), *python, "-m", "tests.gpu", "--report", str(report)]
     done = subprocess.run(words, cwd=PROJECT, env=NO_GPU, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1

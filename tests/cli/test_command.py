@@ -23,6 +23,7 @@ from laststep.config.config import Config
 from laststep.rundir import RunDir
 from laststep.trainer import Trainer
 from tests.support.commands import REFUSING_SBATCH, fake_squeue, files, launch, refusal
+from tests.support.forked import forked_python
 from tests.support.needs import OPTIONAL
 from tests.support.project import PROJECT
 
@@ -473,7 +474,13 @@ def test_without_torch(
     assert "doctor needs torch" in refusal(["doctor"], capfd, here)
 
 
-def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def python() -> str:
+    """Forks processes with torch loaded. It is compiled, which `here` would prevent: it hides all programs."""
+    return forked_python()
+
+
+def test_debug_opens_the_debugger(python: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--debug stops where the error was raised, with its variables at hand, and ends as a failed run."""
     (here / "mine.py").write_text(
         "from laststep import Task\n"
@@ -484,16 +491,16 @@ def test_debug_opens_the_debugger(here: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setenv("PYTHONPATH", str(here))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    done = launch("--debug", "task=mine.Broken", "--name", "mine", stdin="p answer * 100\nq\n")
+    done = launch("--debug", "task=mine.Broken", "--name", "mine", stdin="p answer * 100\nq\n", python=python)
     assert (done.stdout + done.stderr).count("\nRuntimeError: boom") == 1, "one traceback"
     assert "(Pdb)" in done.stdout and "4200" in done.stdout
     assert done.returncode == 1
 
 
-def test_refused_by_the_rank(here: Path) -> None:
+def test_refused_by_the_rank(python: str, here: Path) -> None:
     """The rank refuses what only torch can check: with the same one line and status, and the name is free again. From
     another folder than the project's, too."""
-    done = launch("--local", "--name", "mine", "model.args.depth=3")
+    done = launch("--local", "--name", "mine", "model.args.depth=3", python=python)
     assert done.returncode == 2
     assert re.fullmatch(r"error: model.args=\{'depth': 3\}: convnet does not take them: .+\n", done.stderr)
     assert not (here / "runs" / "mine").exists()

@@ -24,6 +24,7 @@ from laststep.rundir import RunDir, write_whole
 from laststep.trainer import Trainer
 from tests.cli.test_script import LAUNCH
 from tests.support.commands import begin, end, refusal, types
+from tests.support.forked import forked_python
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import reasons, train
 
@@ -134,7 +135,7 @@ def test_progress_is_a_changed_file(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed(folder: Path) -> None:
+def test_a_rank_is_killed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All ranks start again, and find what they have saved; the others were asked to end, and could save. No
     process is left."""
     said = types(folder, *TWO_RANKS, "other.py", "--steps", "80", "--kill-at", "13")
@@ -149,10 +150,11 @@ def test_a_rank_is_killed(folder: Path) -> None:
     assert "rank 1 at 1:2:2 from step 10, resumes 1" in log_of(run, 1)
     assert said.endswith("kept   runs/run/files\n")
     assert_nothing_lives(run)
-    shown = types(folder, *LAUNCH, "status", "run")
+    assert main(["status", "run"]) == 0
+    shown = capfd.readouterr().out
     assert "resumes by itself: steps lost are its own" in shown and "goodput" not in shown
     for verb in (["verify", "run"], ["export", "run", "x.pt"], ["evaluate", "run"], ["--from", "run"]):
-        assert "other.py resumes by itself" in types(folder, *LAUNCH, *verb, status=2)
+        assert "other.py resumes by itself" in refusal(verb, capfd, folder)
     assert "run: finished\n" in types(folder, *LAUNCH, "resume", "run", "--local")
     said = types(folder, *LAUNCH, "resume", "run", "--local", "--", "--steps", "85")
     assert "rank 0 at 0:2:2 from step 80, resumes 1" in said and reasons(run) == ["failed", "finished", "finished"]
@@ -332,11 +334,11 @@ def test_what_a_function_starts(folder: Path) -> None:
     """A function that parses arguments gets none of Laststep's, and what it has started ends with its attempt, however
     that ends. One whose script did all the work is told how to run that."""
     (folder / "own.py").write_text(FUNCTION)
-    words = (*LAUNCH, "--local", "device=cpu", "task=own.main", "--name")
-    types(folder, *words, "run", status=128 + signal.SIGTERM)
+    words, python = (*LAUNCH, "--local", "device=cpu", "task=own.main", "--name"), forked_python()
+    types(folder, *words, "run", status=128 + signal.SIGTERM, python=python)
     assert reasons(RunDir(folder / "runs" / "run")) == ["cancelled"]
     assert not os.path.exists(f"/proc/{(folder / 'helper').read_text()}")
-    said = types(folder, *words, "alone", env={"ALONE": "1"}, status=2)
+    said = types(folder, *words, "alone", env={"ALONE": "1"}, status=2, python=python)
     assert "what trains in a process of its own is a command: `" in said
     assert not os.path.exists(f"/proc/{(folder / 'helper').read_text()}")
 
@@ -344,14 +346,17 @@ def test_what_a_function_starts(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_sweep_of_its_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Marked words alone vary, each run is called by them, and `status` shows them in columns of their own."""
-    words = ("sweep", "--name", "scan", "--local", "other.py", "--steps", "@3,4", "--lr=@1e-3,0.10")
-    assert main([*words[:4], "--dry-run", *words[4:]]) == 0
+    sweep = ("sweep", "--name", "scan", "--local")
+    assert main([*sweep, "--dry-run", "other.py", "--steps", "@3,4", "--lr=@1e-3,0.10"]) == 0
     assert "\nscan-steps_3-lr_1e-3  steps=3 lr=1e-3\n" in capfd.readouterr().out
+    words = (*sweep, "other.py", "--steps", "4", "--lr=@1e-3,0.10")
     said = types(folder, *LAUNCH, *words)
-    assert "sweep  scan: 4 finished" in said and "done, lr 0.1, " in said
-    run = RunDir(folder / "runs" / "scan-steps_4-lr_0.10")
+    assert "sweep  scan: 2 finished" in said and "done, lr 0.1, " in said
+    run = RunDir(folder / "runs" / "scan-lr_0.10")
     assert Config.parse(run.config.read_text()).script == ["other.py", "--steps", "4", "--lr=0.10"]
     assert (run.files / "state_0").exists() is False, "saved at every fifth step only"
-    shown = types(folder, *LAUNCH, "status", "--sweep", "scan")
-    assert shown.splitlines()[0].split()[:4] == ["run", "state", "steps", "lr"] and " 0.10 " in shown
-    assert "0 to do" in types(folder, *LAUNCH, *words), "all have finished"
+    assert main(["status", "--sweep", "scan"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.splitlines()[0].split()[:3] == ["run", "state", "lr"] and " 0.10 " in shown
+    assert main([*words]) == 0
+    assert "0 to do" in "".join(capfd.readouterr()), "all have finished"

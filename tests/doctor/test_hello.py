@@ -47,6 +47,8 @@ def test_every_launcher(launcher: list[str], ranks: int, tmp_path: Path) -> None
     command = [*PLAIN, *launcher]
     if launcher[:1] not in ([], ["--spawn"]):
         command = [*launcher, *(HELLO if "torch.distributed.run" in launcher else PLAIN)]
+    if "--spawn" in launcher or "torch.distributed.run" in launcher:  # their processes are forked, with torch loaded
+        command = [forked_python() if word == sys.executable else word for word in command]
     said, errors = end(begin(tmp_path, command))
     greetings = re.findall(r"^\[(.+)\] hello from \[(\S+):(\w+)\] rank (\d)/(\d)$", said, re.MULTILINE)
     assert [(rank, size) for *_, rank, size in greetings] == [(str(rank), str(ranks)) for rank in range(ranks)]

@@ -15,6 +15,7 @@ from laststep.config.errors import ConfigError
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.commands import LONG
+from tests.support.forked import forked_python
 from tests.support.needs import require_program
 from tests.support.project import PROJECT, wait_until
 from tests.support.ranks import reasons
@@ -41,7 +42,7 @@ def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "numbers.txt").write_text("1 2 3")
-    words = [*TINY, "launch.name=cell", "launch.tasks_per_node=2", "task=my_task.Mine"]
+    words = [*TINY, "launch.name=cell", "task=my_task.Mine"]
     cell = nbformat.v4.new_code_cell(
         "from laststep import Config, submit\n"
         f"job = submit(Config.load('mnist', {words!r}), local=True)\n"
@@ -71,16 +72,18 @@ def test_interrupted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert job.done() and attempt["lost_steps"] == 0 and attempt["end_step"] > 0
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only torch can check is refused as a wrong configuration, and leaves nothing behind."""
+    monkeypatch.setattr(sys, "executable", forked_python())
     job = submit(config(tmp_path, "wrong", *TINY, "model.args.depth=3"), local=True)
     with pytest.raises(ConfigError, match=r"model.args=\{'depth': 3\}: convnet does not take them"):
         job.result()
     assert not job.run.path.exists()
 
 
-def test_the_first_error(tmp_path: Path) -> None:
+def test_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has started a run learns which rank failed, why and where, not only in which folder to look."""
+    monkeypatch.setattr(sys, "executable", forked_python())
     words = [word for word in TINY if "max_steps" not in word]
     two = ("launch.tasks_per_node=2", "task=tests.support.tasks.Broken", "train.batch_size=16", "train.epochs=1")
     job = submit(config(tmp_path, "broken", *words, *two), local=True)
