@@ -68,10 +68,14 @@ def trackio(place: str, name: str) -> dict[str, Any]:
     return {"curves": curves, "config": config, "about": config.get("laststep", {})}
 
 
-if __name__ == "__main__":
-    tracker, *words = sys.argv[1:]
-    found = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}[tracker](*words)
+def read(tracker: str, place: str, name: str) -> dict[str, Any]:
+    """What this tracker shows, its points in order."""
+    found = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}[tracker](place, name)
     for points in found["curves"].values():
         points.sort(key=lambda point: point[0])
         points[:] = [[step, None if isinstance(v, float) and math.isnan(v) else v] for step, v in points]
-    print(json.dumps(found, default=str))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(read(*sys.argv[1:]), default=str))

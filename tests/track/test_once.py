@@ -23,6 +23,7 @@ from tests.support.needs import require_package
 from tests.support.project import DEADLINE_S, PROJECT, wait_until
 from tests.support.ranks import Attempt, reasons
 from tests.support.runs import config
+from tests.track.shown import read
 from tests.track.tasks import ENDS, sent
 
 SECRET = "correct-horse-battery"
@@ -65,7 +66,10 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def shown(tracker: str, place: str, run: RunDir, env: dict[str, str]) -> dict[str, Any]:
-    """What a tracker shows of a run."""
+    """What a tracker shows of a run. Trackio alone is asked in a process of its own: it reads where its
+    database is as it is imported."""
+    if tracker != "trackio":
+        return read(tracker, place, run.name)
     done = subprocess.run(
         [sys.executable, "-m", "tests.track.shown", tracker, place, run.name],
         cwd=PROJECT,
@@ -115,7 +119,7 @@ def assert_each_step_once(found: dict[str, Any], run: RunDir) -> None:
 
 
 def test_whatever_ends_the_attempts(tmp_path: Path, mlflow_server: str) -> None:
-    """Two preemptions, a killed rank, a kill of all ranks, and a resume on one rank: this is what no other integration
+    """A preemption, a killed rank, a kill of all ranks, and a resume on one rank: this is what no other integration
     shows as one run. The ranks wait in each attempt until every tracker has been sent something new."""
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
@@ -130,14 +134,14 @@ def test_whatever_ends_the_attempts(tmp_path: Path, mlflow_server: str) -> None:
     ]
     big = config(tmp_path, "ended", 2, (*trackers, *words))
     run = RunDir(tmp_path / "ended")
-    for ends in ("SIGUSR2 0", "SIGUSR1 1", "SIGKILL 1", "SIGKILL 0,1"):
+    for ends in ("SIGUSR1 1", "SIGKILL 1", "SIGKILL 0,1"):
         before = {name: sent(run, name) for name in ("wandb", "mlflow", "trackio")}
         attempt = Attempt(big, {**env, ENDS: ends, "LASTSTEP_TEST_SENT": json.dumps(before)})
         attempt.wait()
     small = config(tmp_path, "ended", 1, (*trackers, *words))
     last = Attempt(small, env)
     assert last.wait() == [0], last.output()
-    assert reasons(run) == ["preempted", "preempted", "failed", "lost", "finished"]
+    assert reasons(run) == ["preempted", "failed", "lost", "finished"]
     send_the_rest(run, env)
     places = {"wandb": str(run.track("wandb")), "mlflow": mlflow_server, "trackio": "tests"}
     for tracker, place in places.items():
@@ -146,9 +150,9 @@ def test_whatever_ends_the_attempts(tmp_path: Path, mlflow_server: str) -> None:
         text = json.dumps(found)
         assert SECRET not in text, f"{tracker} was sent a secret"
         about = {name.rpartition("laststep.")[2].removeprefix("laststep/"): v for name, v in found["about"].items()}
-        assert str(about["attempts"]) == "5" and about["state"] == "finished", about
+        assert str(about["attempts"]) == "4" and about["state"] == "finished", about
         assert about["sizes"].startswith("from step 0: 2 ranks, from step ") and about["sizes"].endswith(": 1 rank")
-        assert "lost" in about["attempt_003"]
+        assert "lost" in about["attempt_002"]
 
 
 def test_nodes_without_internet(tmp_path: Path, mlflow_server: str) -> None:
