@@ -43,7 +43,8 @@ def test_a_killed_rank_a_stop_and_a_resume(tmp_path: Path) -> None:
         said, _ = launcher.communicate(timeout=DEADLINE_S)
         assert launcher.returncode == 143, said
         assert not hook.got, "a restart is no alert, and the user stopped it"
-        launcher = terminal.starts("resume", "told", "--local", "launch.max_restarts=0")
+        one_rank = ("launch.tasks_per_node=1", "launch.max_restarts=0")
+        launcher = terminal.starts("resume", "told", "--local", *one_rank)
         wait_until(lambda: read_lines(run.metrics)[-1]["step"] > step + 20, "it did not train on")
         for rank in ranks_of(launcher):
             os.kill(rank, signal.SIGKILL)
