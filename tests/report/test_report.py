@@ -269,7 +269,7 @@ def test_a_point_per_step_is_drawn(root: Path, capfd: pytest.CaptureFixture[str]
     assert page.rows(0)[6].mean == 0.142857
 
 
-def test_a_million_steps(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_curve(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A month of training, of which a quarter is made here: the page takes seconds to make, a phone can load it, and it
     shows the only spike."""
     run = make(root, "mine")

@@ -89,7 +89,7 @@ SLOW = (
     "loops/test_streamed",
     "loops/test_unused",
     "loops/test_weights",
-    "report/test_report.py::test_a_million_steps",
+    "report/test_report.py::test_a_long_curve",
     "report/test_report.py::test_in_a_browser",
     "records/test_tensorboard.py::test_a_run_of_a_second",
     "records/test_tensorboard.py::test_an_attempt_that_begins_with_a_validation",
