@@ -69,7 +69,7 @@ PHASES = {
     "os.fsync": "sync",
     ".update(": "hash",
     "self.fn(": "hash",  # a pool calls it without a function of ours
-    "call(piece": "write",  # in C: a read has a function of ours
+    "os.write": "write",
     "preadv": "read",
     ".copy_(": "copy",
     "broadcast": "send",

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import threading
 import time
@@ -24,11 +25,12 @@ from laststep.ranks.process import start_thread
 
 READING_THREADS = 4  # that share the loading of a state: the first access to new memory takes most of the time
 HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
-# Bytes per read: of a file that is hashed, and of the pieces in which several threads share the reading of a tensor.
-READ_BYTES = 4 << 20
+# Bytes per read of a file that is hashed. Past the page cache a network disk is slow with small ones.
+READ_BYTES = 16 << 20
 POLL_S = 0.005
-# What a disk says when it has lost bytes. Any other error may be of the way to them: a mount, a server, a permission.
-BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+# What a disk says when it has lost bytes, the last two past the page cache (blk_errors in block/blk-core.c of Linux).
+# Any other error may be of the way to them: a mount, a server, a permission.
+BYTES_ARE_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.EILSEQ)
 # One stripe for each of these, at most one per rank: more files would cost more than they gain.
 STRIPE_BYTES = 64 << 20
 # A rank's stripe is cut into up to FILES_PER_RANK files of at least this size: a SHA-256 is computed from
@@ -38,8 +40,9 @@ FILE_BYTES = 64 << 20
 FILES_PER_RANK = 4
 MOST_FILES = 4096
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of every dtype
-# What goes past the page cache begins and ends at multiples of this, in the file and in memory.
-BLOCK = 4096
+# What goes past the page cache begins and ends at multiples of this in the file, and should in memory: a disk may
+# refuse anything else.
+BLOCK = max(4096, mmap.PAGESIZE)
 
 Result = TypeVar("Result")
 
@@ -120,10 +123,13 @@ def write_hashed(path: Path, chunks: Iterable[memoryview], sync_bytes: int | Non
     with path.open("xb", buffering=0) as file:
         access = _Uncached(file)
 
+        def write_some(part: memoryview) -> int:
+            return os.write(file.fileno(), part)
+
         def write(chunk: memoryview) -> None:
             done = 0
             while done < len(chunk):
-                done += access.do(file.write, chunk[done:], size + done)
+                done += access.do(write_some, chunk[done:], size + done)
             # Of pages that are not on the disk yet this says: begin (man 2 posix_fadvise, under Linux).
             _advise(file, size, len(chunk), "POSIX_FADV_DONTNEED")
 
@@ -178,23 +184,20 @@ def _verify(
 def _hash(
     path: Path, after_read: Callable[[], None], sync: bool = False, memory: memoryview | None = None
 ) -> FileEntry:
-    """Read a file from front to back: into `memory` past the page cache if there is any, which is that of a
-    `HostMemory`; otherwise through it, and the kernel reads ahead while a piece is hashed."""
+    """Read a file from front to back. With `memory`, which must be a `HostMemory`'s, it is read into that, past the
+    page cache; without, through the page cache, and the kernel reads ahead while a piece is hashed."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         _advise(file, 0, 0, "POSIX_FADV_SEQUENTIAL")
         buffer = memoryview(bytearray(READ_BYTES if memory is None else 0))
-        access = None if memory is None else _Uncached(file)
+        access = _Uncached(file, direct=memory is not None)
 
-        def read(part: memoryview) -> int:
+        def read_some(part: memoryview) -> int:
             return os.preadv(file.fileno(), [part], size + count)
 
         while True:
             piece, count = buffer if memory is None else memory[size : size + READ_BYTES], 0
-            while count < len(piece):
-                part = piece[count:]
-                if not (found := read(part) if access is None else access.do(read, part, size + count)):
-                    break
+            while count < len(piece) and (found := access.do(read_some, piece[count:], size + count)):
                 count += found
             if not count:
                 break
@@ -207,15 +210,16 @@ def _hash(
 
 
 class _Uncached:
-    """Reads and writes of a file, past the page cache (O_DIRECT, man 2 open) as far as its file system has that.
+    """Reads and writes of a file, past the page cache (O_DIRECT, man 2 open) as far as its file system takes that for
+    an open file.
 
-    The copies that the page cache makes cost as much processor time as the hash, which the training then lacks, and
-    push out the data that it reads again. Memory that is read into must be hidden from forked processes, as a
-    `HostMemory` is: a fork meanwhile could leave it without the bytes (there, under Notes).
+    The copies that the page cache makes cost the processor about as much as the hash, and push out the data that the
+    training reads again. Memory that is read into must be hidden from forked processes, as a `HostMemory` is: a fork
+    meanwhile could leave it without the bytes (there, under Notes).
     """
 
-    def __init__(self, file: FileIO) -> None:
-        self._file, self._flag = file, getattr(os, "O_DIRECT", 0)
+    def __init__(self, file: FileIO, direct: bool = True) -> None:
+        self._file, self._flag = file, getattr(os, "O_DIRECT", 0) if direct else 0
         self._flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
         self._set = 0
 
@@ -228,7 +232,7 @@ class _Uncached:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                self._flag = 0  # it has other blocks than these, or the memory begins within one
+                self._flag = 0  # other blocks than these, memory that begins within one, or only the page cache
         self._switch(0)
         return call(piece)
 

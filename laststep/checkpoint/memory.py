@@ -16,7 +16,8 @@ class HostMemory:
     """Zeroed memory of this process alone, as a tensor of bytes.
 
     It is hidden from processes forked later, such as loader workers: otherwise each page would be copied on the next
-    write, which makes a save ten times as slow, and would stay in memory as long as they live.
+    write, which makes a save ten times as slow, and would stay in memory as long as they live. Reads past the page
+    cache (`laststep.checkpoint.files`) rely on it.
     """
 
     def __init__(self, count: int) -> None:

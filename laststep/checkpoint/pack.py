@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laststep.checkpoint.files import ALIGNMENT, READ_BYTES, READING_THREADS, CheckpointError
+from laststep.checkpoint.files import ALIGNMENT, READING_THREADS, CheckpointError
 from laststep.checkpoint.shards import is_distributed, local_of, range_of, shard_count
 from laststep.checkpoint.store import FIXED_FORMAT, STRUCTURE, Manifest
 from laststep.ranks.device import await_copies
@@ -37,6 +37,7 @@ from laststep.ranks.world import ShardPlace
 
 WHOLE = ShardPlace(0, 1, 0, 1)
 FIXED = "fixed"
+FILL_BYTES = 4 << 20  # of the pieces in which several threads share the reading of a tensor
 
 
 class Packed:
@@ -309,9 +310,9 @@ def _fill(layout: Layout, targets: list[Target], files: list[FileIO]) -> None:
         raise ValueError(f"its shards hold {found} bytes, its structure says {expected}")
     pieces = iter(
         [
-            (stored + begin, part[begin : begin + READ_BYTES])
+            (stored + begin, part[begin : begin + FILL_BYTES])
             for stored, part in ranges
-            for begin in range(0, len(part), READ_BYTES)
+            for begin in range(0, len(part), FILL_BYTES)
         ]
     )
 

@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,35 +92,51 @@ def test_the_page_cache_stays_with_the_training(tmp_path: Path) -> None:
         assert not is_cached(tmp_path / "file")
 
 
-@pytest.mark.parametrize("refused", ["the switch", "the call"])
+@pytest.mark.parametrize("refused", ["the switch", "the calls"])
 def test_a_file_system_that_has_only_the_page_cache(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some say so when they are asked for it, others when it is used."""
-    real_control, real_read = fcntl.fcntl, os.preadv
+    real_control, real_read, real_write = fcntl.fcntl, os.preadv, os.write
     direct = set[int]()
 
-    def control(file: int, command: int, argument: int = 0) -> int:
-        if argument & os.O_DIRECT:
-            if refused == "the switch":
-                raise OSError(errno.EINVAL, "Invalid argument")
-            direct.add(file)
-            return 0
-        direct.discard(file)
-        return real_control(file, command, argument)
-
-    def preadv(file: int, pieces: list[Any], *words: int) -> int:
+    def refuse(file: int) -> None:
         if file in direct:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real_read(file, pieces, *words)
+
+    def control(file: int, command: int, argument: int = 0) -> int:
+        if not argument & os.O_DIRECT:
+            direct.discard(file)
+            return real_control(file, command, argument)
+        if refused == "the switch":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        direct.add(file)
+        return 0
+
+    def preadv(file: int, pieces: list[memoryview], offset: int) -> int:
+        refuse(file)
+        return real_read(file, pieces, offset)
+
+    def write(file: int, piece: memoryview) -> int:
+        refuse(file)
+        return real_write(file, piece)
 
     data = memory_of(3 * CHUNK + 64)
-    entry = write_hashed(tmp_path / "file", chunks(data))
+    for name, fake in (("preadv", preadv), ("write", write)):
+        monkeypatch.setattr(os, name, fake)
     monkeypatch.setattr(fcntl, "fcntl", control)
-    monkeypatch.setattr(os, "preadv", preadv)
+    entry = write_hashed(tmp_path / "file", chunks(data))
+    assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert read(tmp_path / "file", entry) == data
-    if refused == "the switch":
-        assert write_hashed(tmp_path / "again", chunks(data)) == entry
+
+
+def test_a_write_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may take less than a block at a time. The rest is written where it belongs."""
+    real, counts = os.write, iter([100, BLOCK, 5])
+    monkeypatch.setattr(os, "write", lambda file, piece: real(file, piece[: next(counts, len(piece))]))
+    data = memory_of(3 * CHUNK)
+    entry = write_hashed(tmp_path / "file", chunks(data))
+    assert (tmp_path / "file").read_bytes() == data and entry["sha256"] == hashlib.sha256(data).hexdigest()
 
 
 def test_memory_that_begins_within_a_block(tmp_path: Path) -> None:
@@ -132,23 +147,21 @@ def test_memory_that_begins_within_a_block(tmp_path: Path) -> None:
     assert entry["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_an_error_is_not_tried_again(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the disk says of these bytes counts: the page cache might take what the disk has refused, and hide it until
-    the sync."""
-    real, failed = os.preadv, list[int]()
+def test_what_the_disk_says_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page cache might take what the disk has refused, and hide that until the sync, or for ever."""
+    entry = write_hashed(tmp_path / "file", chunks(data := memory_of(CHUNK)))
 
-    def preadv(file: int, pieces: list[Any], *words: int) -> int:
-        if not failed:
-            failed.append(number)
-            raise OSError(number, os.strerror(number))
-        return real(file, pieces, *words)
+    def refuse(*_: object) -> int:
+        monkeypatch.undo()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    entry = write_hashed(tmp_path / "file", chunks(memory_of(CHUNK)))
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_hashed(tmp_path / "again", chunks(data))
+    monkeypatch.setattr(os, "preadv", refuse)
     memory = HostMemory(CHUNK).tensor.numpy().data
     errors = read_files(tmp_path, {"file": entry}, {"file": memory}, lambda: None)
-    assert os.strerror(number) in str(errors["file"])
+    assert "No space left" in str(errors["file"])
 
 
 def test_every_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,23 @@ def test_a_disk_that_refuses_to_be_read(store: CheckpointStore, monkeypatch: pyt
         together(1, is_refused)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENODATA, errno.EILSEQ], ids=errno.errorcode.get)
+def test_a_lost_sector(store: CheckpointStore, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk says EIO through the page cache, and past it what the device said. Each attempt of a run whose newest
+    checkpoint cannot be read any more must not fail for it: the one before is intact."""
+    monkeypatch.setattr(restore, "READ_AGAIN_S", 0.0)
+    save(store, 3, 2)
+    save(store, 7, 2)
+
+    def restores(rank: Rank) -> int:
+        checkpoint = rank.read(store)
+        assert checkpoint is not None
+        return checkpoint.manifest.step
+
+    with refusing(store.path(7) / "shard_0001-of-0002.bin", number, call="preadv"):
+        assert together(2, restores) == [3, 3]
+
+
 def test_the_rank_that_the_others_wait_for(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog names the rank with the least progress. That must be the one whose disk hangs, not one with nothing
     to read; and each read must count, or a slow disk would be taken for a hang."""
