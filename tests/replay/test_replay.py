@@ -41,7 +41,7 @@ SCRIPTS = {
         "lightning",
     ),
 }
-SPAWNED = ', num_workers=1, multiprocessing_context="spawn"'
+WORKERS = '"WORKERS", "{}"'  # how many loader workers a script spawns
 ANCHORED = ("checkpoint.anchors=5", "train.digest_every=4", "checkpoint.keep_last=1", "checkpoint.keep_best=0")
 
 
@@ -111,8 +111,8 @@ def without_workers(script: Path) -> str:
     """Its source without the spawned worker, which would import torch again in each process: tests/cli/test_script.py
     is about that one."""
     source = script.read_text()
-    assert (SPAWNED in source) == (script == SCRIPTS["plain"][0])
-    return source.replace(SPAWNED, "")
+    assert (WORKERS.format(1) in source) == (script == SCRIPTS["plain"][0])
+    return source.replace(WORKERS.format(1), WORKERS.format(0))
 
 
 @pytest.mark.usefixtures("forked_ranks")
