@@ -183,7 +183,7 @@ class Sampler:
             now = time.perf_counter()
             seconds = self.seconds[self._part]
             for frame in sys._current_frames().values():
-                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # 0: between two lines
                 if phase := next((phase for words, phase in PHASES.items() if words in line), None):
                     seconds[phase] = seconds.get(phase, 0.0) + now - last
             last = now
