@@ -25,7 +25,7 @@ from laststep.ranks.process import start_thread
 
 READING_THREADS = 4  # that share the loading of a state: the first access to new memory takes most of the time
 HASHING_THREADS = 4  # files that are hashed at the same time: a SHA-256 is computed from front to back
-# Bytes per read of a file that is hashed. Past the page cache a network disk is slow with small ones.
+# Bytes per read of a file that is hashed. Past the page cache nothing reads ahead, so small reads are slow.
 READ_BYTES = 16 << 20
 POLL_S = 0.005
 # What a disk says when it has lost bytes, the last two past the page cache (blk_errors in block/blk-core.c of Linux).

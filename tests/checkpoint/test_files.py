@@ -52,7 +52,7 @@ def forget(path: Path) -> None:
 
 
 def is_cached(path: Path) -> bool:
-    """Whether the page cache has the beginning of a file. Afterwards it has none of it."""
+    """Whether the page cache has the beginning of a file. Afterwards none of it is there."""
     with path.open("rb", buffering=0) as file:
         try:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) > 0
@@ -148,7 +148,7 @@ def test_memory_that_begins_within_a_block(tmp_path: Path) -> None:
 
 
 def test_what_the_disk_says_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page cache might take what the disk has refused, and hide that until the sync, or for ever."""
+    """The page cache might accept what the disk has refused, and report that only at the sync, or never."""
     entry = write_hashed(tmp_path / "file", chunks(data := memory_of(CHUNK)))
 
     def refuse(*_: object) -> int:
