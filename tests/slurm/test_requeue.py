@@ -156,9 +156,10 @@ def test_time_limit(user: User, tmp_path: Path) -> None:
     """The warning before the time limit saves the run. With its budget of timeouts used up it ends, and can be resumed.
 
     With a limit of one minute submitit would count any signal as a timeout; here Slurm is asked. Slurm sends the
-    warning up to 30 s early, so that it may arrive before the ranks wait in step 5, or while they do.
+    warning up to 30 s early: here 20 to 50 s after the start, when the ranks have long been able to catch it, before
+    they wait in step 5 or while they do. (With a warning of 50 s it could come at once, and end a starting Python.)
     """
-    limits = ("--time", "1", "launch.signal_delay_s=50", "launch.max_timeouts=0")
+    limits = ("--time", "1", "launch.signal_delay_s=10", "launch.max_timeouts=0")
     held = ("task=tests.support.tasks.Held", f"launch.env.LASTSTEP_TEST_HOLD=5 {tmp_path}")
     user.types(*TWO_RANKS, "--name", "limited", *SMALL, "train.epochs=2", *held, *limits)
     user.waits_for("limited", "SIGUSR2")
