@@ -123,6 +123,8 @@ class Task:
     def on_epoch_end(self, run: EpochEnd) -> None:
         """Hook: called on every rank when an epoch has been validated, before its line is in metrics.jsonl.
 
+            bad, best = 0, float("inf")
+
             def on_epoch_end(self, run):
                 self.bad = 0 if run.metrics["val_loss"] < self.best else self.bad + 1
                 self.best = min(self.best, run.metrics["val_loss"])

@@ -111,6 +111,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     home = (tmp_path / "site" / "index.html").read_text()
     assert not re.findall(r'<(?:script|img)[^>]+src="https?:|<link[^>]+stylesheet[^>]+href="https?:', home)
+    # Of a page that includes a part of another one, zensical checks the links before it includes it.
+    pages = {page: page.read_text() for page in (tmp_path / "site").glob("*.html") if page.name != "404.html"}
+    links = [(page, link) for page, text in pages.items() for link in re.findall(r'<a[^>]+href="([^":?#]+)[#"]', text)]
+    assert len(links) > 1000
+    assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_files_that_design_names_exist() -> None:

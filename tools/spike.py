@@ -135,7 +135,7 @@ What was in that batch?
 {without_most(samples, bad)}
 ```
 
-Sample {", ".join(map(str, rows))} is of document {bad}, the bad one. Did the machine compute that step rightly?
+Sample {", ".join(map(str, rows))} is of document {bad}, the bad one. Did the machine compute that step correctly?
 
     laststep replay first --step {step}
 
@@ -147,7 +147,7 @@ It did: the document is the cause. So begin again before that step, without it:
 
     laststep --from first@{step - 1} --name second {leave}
 
-Up to step {step - 1} the second run has the very losses of the first one; in step {step} its loss is {after[step]:.2f}.
+Up to step {step - 1} the second run has exactly the losses of the first one; in step {step} its loss is {after[step]:.2f}.
 The document's other samples, in other steps, are found and left out in the same way.
 """
     (DOCS / "spike.md").write_text(page.replace(str(folder), "~/project"))

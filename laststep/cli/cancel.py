@@ -166,7 +166,7 @@ class _Stop:
         at_once = f"; to end it at once: scancel {status.job_id}" if status.job_id and is_job_id(status.job_id) else ""
         if self.run.progress.exists():
             return f"the command of {job} to end{at_once}"
-        return f"the ranks of {job} to finish step {(status.step or 0) + 1} and save it{at_once}"
+        return f"the ranks of {job} to finish the current step and save it{at_once}"
 
     def _say(self, text: str) -> None:
         say.note(f"{self.run.name}: {text}", sys.stdout)

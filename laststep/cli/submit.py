@@ -24,7 +24,7 @@ verbs (default: submit; for the help of a verb: {{program}} help VERB):
 A script comes last, with its own words; so does a module, after -m, and any
 other command, after --:
   {{program}} --nodes 2 train.py --lr 3e-4
-Of keys, `{{program}} --config mnist --dry-run` prints them all, with values.
+To list all keys with their values: `{{program}} --config mnist --dry-run`.
 Exit status: 0 done; 1 the run failed; 2 the command or the configuration is
 wrong; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """

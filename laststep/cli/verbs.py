@@ -80,7 +80,7 @@ VERBS = {
         Verb("list", "list", "print the names of all runs, one per line"),
         Verb("logs", "logs RUN", "print the logs of all ranks, merged by time"),
         Verb("cancel", "cancel RUN", "stop a run after its current step, keeping every step"),
-        Verb("delete", "delete RUN", "remove a run for good, its jobs first, after a question"),
+        Verb("delete", "delete RUN", "delete a run for good, after asking; cancels its jobs first"),
         Verb("drill", "drill RUN", "preempt a run on purpose and check that it comes back"),
         Verb("prove", "prove", "check that a script resumes exactly, by runs on this machine"),
         Verb("verify", "verify RUN", "check every checkpoint of a run for damage"),

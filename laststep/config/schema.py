@@ -98,12 +98,12 @@ class Train:
     max_steps: int | None = setting(None, "end after this many steps at the latest; null: no limit", least=1)
     epoch_samples: int | None = setting(
         None,
-        "samples per epoch; the next one goes on where this one ended. null: a whole pass",
+        "samples per epoch; the next epoch continues where this one ended. null: a whole pass",
         least=1,
     )
     overfit_batches: int | None = setting(
         None,
-        "train on this many batches only, to see whether the model can learn them by heart; null: on all",
+        "train on this many batches only, to see whether the model can memorise them; null: on all",
         least=1,
     )
     batch_size: int = setting(

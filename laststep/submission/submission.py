@@ -397,7 +397,8 @@ def _print_job(config: Config, run: RunDir, job: SlurmJob[dict[str, float]], beh
 
     launch = config.launch
     spare = f" + {launch.spare_nodes} spare" if launch.spare_nodes else ""
-    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}"
+    where = "" if launch.gpus else " on CPUs"  # which a user who forgot --gpus-per-node would learn hours later
+    size = f"{counted(launch.nodes, 'node')}{spare} x {counted(launch.ranks_per_node, 'rank')}{where}"
     print(f"run    {run.name}")
     print(f"job    {job.job_id}: {size}{f', and {behind} behind it' if behind else ''}")
     print(f"folder {short(run.path)}")

@@ -192,21 +192,21 @@ def page(cases: int, pairs: int) -> str:
         "",
         "`python -m tests.planted` trains pairs of runs of a small classifier (gloo, eager, 1 to 4 ranks, DDP and",
         "FSDP2), and plants one difference into the second, at a random step, rank and operator. A bit is named",
-        "rightly if the step, the rank, the operator and the number of bits are. Bits that changed nothing that was",
+        "correctly if the step, the rank, the operator and the number of bits are. Bits that changed nothing that was",
         "recorded, or",
         f"ended the run, were drawn again: {sum(o['harmless'] for o in found)}.",
         "",
-        f"* `diff` named {right} of {len(counted)} differences rightly (planned: {cases})",
+        f"* `diff` named {right} of {len(counted)} differences correctly (planned: {cases})",
         f"* it found no difference in {sum(one['right'] for one in clean)} of {len(clean)} pairs without one "
         f"(planned: {pairs})",
         f"* torch {torch.__version__}",
     ]
     planted, named = Counter(map(_kind, counted)), Counter(_kind(one) for one in counted if one["right"])
-    lines.append(f"* rightly: {'; '.join(f'{kind}, {named[kind]} of {planted[kind]}' for kind in sorted(planted))}")
+    lines.append(f"* correctly: {'; '.join(f'{kind}, {named[kind]} of {planted[kind]}' for kind in sorted(planted))}")
     if wrong := [one for one in counted if not one["right"]]:
         lines += [
             "",
-            "Not named rightly:",
+            "Not named correctly:",
             "",
             "| case | ranks | sharding | planted | found |",
             "| --- | --- | --- | --- | --- |",

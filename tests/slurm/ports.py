@@ -162,8 +162,9 @@ def page(days: Sequence[Day]) -> str:
         [
             "## Scripts of others",
             "",
-            "`make ports`: each folder of `examples/ports` has a script with the habits of a well-known one, and its",
-            "port. Each port was proved, and trained on two nodes, once undisturbed and once with all of these:",
+            "`make ports`: each folder of `examples/ports` but `unaware` has a script with the habits of a well-known",
+            "one, and its port. Each port was proved, and trained on two nodes, once undisturbed and once with all of",
+            "these:",
             f"{', '.join(STRIKES)}.",
             "",
             f"* {len(days)} ports: EXACT by `prove` {sum(day.proved for day in days)}, "

@@ -148,7 +148,7 @@ def test_a_resume_needs_no_tracker(monkeypatch: pytest.MonkeyPatch, capfd: pytes
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender would find out, in a log that nobody reads."""
     monkeypatch.setattr(wanted, "find_spec", lambda name: None)
-    assert "this Python lacks trackio: pip install 'laststep[trackio]'" in refusal("track.trackio.project=p")
+    assert "this Python lacks trackio: pip install trackio" in refusal("track.trackio.project=p")
     for other in ("launch.container=image.sif", "launch.uv=true", "launch.python=python3"):  # which may have it
         wanted.check(Config.load(None, ["track.trackio.project=p", other]), HERE)
 
