@@ -41,7 +41,7 @@ from laststep.config.errors import ConfigError, DiskError
 from laststep.ranks import disk
 from laststep.ranks.beside import signpost
 from laststep.ranks.disk import look_anew
-from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, Retry, blamed_host
+from laststep.ranks.fault import ONE_LINE, BadNode, DeviceConflict, Fault, MeetingError, RankEnded, Retry, blamed_host
 from laststep.ranks.launchers import restarts_in_place
 from laststep.ranks.process import Signals
 from laststep.ranks.slurm import cluster_settings
@@ -282,7 +282,7 @@ class Attempt:
             if not printed_later or (record and record["requeue"]):  # else the process ends without a message
                 user_error.say_error(text)
             print_hint(state, text)
-            if record and isinstance(error, MeetingError):
+            if record and isinstance(error, MeetingError) and not isinstance(error, RankEnded):
                 end_srun(state)
         else:
             record = self._end_with_others(error, rank, text, printed_later)

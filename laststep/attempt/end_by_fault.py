@@ -165,8 +165,8 @@ class EndByFault:
 
     def _check_gone(self) -> Fault | None:
         """On rank 0: whether a supervisor says that its rank was killed. Before the ranks have met nothing else shows
-        that. A rank that has failed by itself records the end. Not before the attempt's beginning is recorded: its end
-        could not be."""
+        that, or that one has failed there: it has recorded the end alone. Not before the attempt's beginning is
+        recorded: its end could not be."""
         state, world = self._state, self._state.world
         if world.rank or world.number is None:
             return None
@@ -175,8 +175,11 @@ class EndByFault:
             self._view.refresh()
         if not self._folder.exists():
             return None
-        killed = (rank for rank in range(1, world.size) if (exit_status(self._folder, rank) or 0) < 0)
-        return next(map(self.of_death, killed), None)
+        for rank in range(1, world.size):
+            status = exit_status(self._folder, rank)
+            if status is not None and (status < 0 or not self._has_met):
+                return self.of_death(rank)
+        return None
 
     def _check_neighbour(self) -> Fault | None:
         """Whether the host of another node is dead. From the first tick on, when the ranks have met."""

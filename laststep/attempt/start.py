@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from laststep import rooms
 from laststep.attempt import user_error
 from laststep.attempt.ending import AttemptState
 from laststep.attempt.preflight import check_device
+from laststep.attempt.rescue import exit_status
 from laststep.checkpoint.restore import NewestCheckpoint, SharedCheckpoint
 from laststep.checkpoint.store import START_S, Manifest
 from laststep.compat import compile_each_shape
@@ -24,12 +27,13 @@ from laststep.loops.run import make_custom_loop, make_script_loop
 from laststep.loops.task_loop import TaskLoop
 from laststep.ranks import nccl
 from laststep.ranks.device import is_deterministic
-from laststep.ranks.disk import Patience
-from laststep.ranks.fault import Fault
+from laststep.ranks.disk import FreshView, Patience, polling_round_s
+from laststep.ranks.fault import Fault, RankEnded
 from laststep.ranks.group import Group, join, lend_group
 from laststep.ranks.launchers import WORKING_FOLDER, export_world, free_port
 from laststep.ranks.stop import Stop
 from laststep.ranks.watchdog import Watchdog
+from laststep.ranks.world import World
 from laststep.records.attempts import lower_start_step, raise_kept_step
 from laststep.records.probes import ProbePlan
 from laststep.records.progress import StartupTimer
@@ -37,6 +41,8 @@ from laststep.rundir import RunDir
 from laststep.say import say
 from laststep.task import find_task
 
+# Before this a rank that waits for rank 0 need not ask why: most have met by then.
+FIRST_LOOK_S = 2.0
 NOT_DETERMINISTIC = (
     "train.deterministic=false: kernels and NCCL may add in another order each time, so after a resume the last bits "
     "of weights and metrics may differ from those of an undisturbed run"
@@ -47,7 +53,8 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
     """Meet the other ranks and set up collectives; the watchdog runs meanwhile. Raises MeetingError, BadNode."""
     config, run_dir, world = state.config, state.run_dir, state.world
     nccl.set_defaults(run_dir.collectives(world.attempt))
-    group = state.group = join(config, world, run_dir.meeting(world.attempt), config.launch.hang_timeout_s)
+    check = rank_0_check(run_dir.rescues / world.attempt, world)
+    group = state.group = join(config, world, run_dir.meeting(world.attempt), config.launch.hang_timeout_s, check)
     if is_deterministic(config, group.device):
         nccl.pin_algorithms()
     elif group.device.type == "cuda" and world.rank == 0:
@@ -65,6 +72,25 @@ def join_ranks(state: AttemptState, watchdog: Watchdog) -> Group:
             say(f"WARNING: {skew}")
     state.set_number(group.broadcast_int("attempt", world.number))
     return group
+
+
+def rank_0_check(folder: Path, world: World) -> Callable[[], None]:
+    """For a rank that waits for rank 0: raises RankEnded once that rank's supervisor says in `folder` that it has
+    ended. The nodes of a job would wait a minute for it."""
+    view, next_look = FreshView(world.size, folder), time.monotonic() + FIRST_LOOK_S
+
+    def check() -> None:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return
+        next_look = time.monotonic() + polling_round_s(world.size)
+        view.refresh()
+        if (status := exit_status(folder, 0)) is not None:
+            host = world.host_of(0)
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            raise RankEnded(f"{world}: rank 0 on {host} ended as it started ({how})", host if status < 0 else "")
+
+    return check
 
 
 def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:

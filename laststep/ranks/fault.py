@@ -41,6 +41,15 @@ class MeetingError(RuntimeError):
     """The ranks of an attempt did not find each other."""
 
 
+class RankEnded(MeetingError):
+    """A rank has ended before this one has met it, as its supervisor says. `host`: the host of that rank if it was
+    killed, else empty."""
+
+    def __init__(self, message: str, host: str) -> None:
+        super().__init__(message)
+        self.host = host
+
+
 # What CUDA and torch say of a GPU or a driver that has failed. Not of an illegal memory access or a failed assertion,
 # which a kernel of the user's may cause, nor of memory that runs out.
 _HARDWARE = re.compile(
@@ -65,6 +74,6 @@ ONE_LINE = (ConfigError, DiskError, CheckpointError, NotFinite, MeetingError, Ba
 
 def blamed_host(error: BaseException, host: str) -> str:
     """The node that is to blame for an error of a rank on `host`; empty if none is."""
-    if isinstance(error, BadNode):
+    if isinstance(error, (BadNode, RankEnded)):
         return error.host
     return host if isinstance(error, RuntimeError) and _HARDWARE.search(str(error)) else ""

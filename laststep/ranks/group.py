@@ -331,11 +331,17 @@ def meeting_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=max(MEETING_S, timeout_s))
 
 
-def join(config: Config, world: World, address_file: Path, timeout_s: float) -> Group:
+def join(
+    config: Config,
+    world: World,
+    address_file: Path,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Group:
     """The group that this rank now belongs to; call `Group.connect` next. Raises as `register_rank` does."""
     device = set_up_device(config, world)
     return register_rank(
-        world, device, choose_backend(config, device), address_file, timeout_s, config.launch.init_method
+        world, device, choose_backend(config, device), address_file, timeout_s, config.launch.init_method, check
     )
 
 
@@ -346,6 +352,7 @@ def register_rank(
     address_file: Path,
     timeout_s: float,
     init_method: str | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Group:
     """Connect to the store at which the ranks meet, and register this rank there. Does not wait for the other ranks:
     `Group.connect` does. Collectives will run over `backend`, nccl or gloo.
@@ -353,7 +360,8 @@ def register_rank(
     As in `torch.distributed.init_process_group`, `init_method` says where rank 0 is found: `tcp://HOST:PORT`, `env://`
     (MASTER_ADDR and MASTER_PORT), or `file://PATH`, a file in which rank 0 publishes its port and every address of its
     host. The default is env:// where both variables are set, else file:// with `address_file`, which belongs to this
-    attempt alone and lies on a disk that all ranks share.
+    attempt alone and lies on a disk that all ranks share. While this rank waits for rank 0 it calls `check`, which may
+    raise MeetingError.
 
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right, or when
     another job or another process with the same rank is there.
@@ -368,7 +376,7 @@ def register_rank(
         Patience(PUBLISH_S, say).insist(lambda: seal.save(secret))
     purpose = f"{address_file.parent.parent.name}, attempt {address_file.stem}, {world.size} ranks"
     with log_if_slow(lambda: f"rank 0 on {world.host_of(0)}"):
-        met = connect_to_store(world, purpose, address_file, init_method, timeout)
+        met = connect_to_store(world, purpose, address_file, init_method, timeout, check)
     try:
         if world.rank == 0:
             met.store.set("purpose", purpose)

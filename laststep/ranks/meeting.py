@@ -151,11 +151,17 @@ class _NoAddressYet(Exception):
 
 
 def connect_to_store(
-    world: World, purpose: str, address_file: Path, init_method: str | None, timeout: timedelta
+    world: World,
+    purpose: str,
+    address_file: Path,
+    init_method: str | None,
+    timeout: timedelta,
+    check: Callable[[], None] = lambda: None,
 ) -> StoreConnection:
     """Serve the store on rank 0, connect to it on every other rank; `laststep.ranks.group.register_rank` has the rules.
 
     `purpose` names the run, attempt and size, so that an address left by another attempt is not mistaken for ours.
+    `check` is called between two tries: what it raises ends them.
 
     Raises MeetingError when the store cannot be reached in time, ConfigError when its address cannot be right.
     """
@@ -174,7 +180,7 @@ def connect_to_store(
                 view.refresh()
                 return _read_address(file, purpose)
 
-            return _connect(world, find_address, timeout, source)
+            return _connect(world, find_address, timeout, source, check)
         except OSError as error:
             if not init_method:
                 raise
@@ -187,12 +193,12 @@ def connect_to_store(
     if scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agents have already met at a store that torchrun serves itself. It outlives torchrun's restarts,
         # so each attempt needs its own prefix.
-        connection = _connect(world, lambda: ([host], port), timeout, source)
+        connection = _connect(world, lambda: ([host], port), timeout, source, check)
         return connection._replace(store=dist.PrefixStore(f"laststep/{world.attempt}", connection.store))
     _check_host(world, host, source)
     if world.rank == 0:
         return StoreConnection(_serve(world, named_address(world, host), port, timeout, source), f"{host}:{port}")
-    return _connect(world, lambda: ([host], port), timeout, source)
+    return _connect(world, lambda: ([host], port), timeout, source, check)
 
 
 def use_interface(address: str) -> None:
@@ -339,7 +345,11 @@ def _serve(world: World, address: str, port: int, timeout: timedelta, source: st
 
 
 def _connect(
-    world: World, find_address: Callable[[], tuple[Sequence[str], int]], timeout: timedelta, source: str
+    world: World,
+    find_address: Callable[[], tuple[Sequence[str], int]],
+    timeout: timedelta,
+    source: str,
+    check: Callable[[], None],
 ) -> StoreConnection:
     """Connect to the first host that answers, and keep trying until the timeout. There may be several: names do not
     resolve everywhere, and not every network reaches every node."""
@@ -358,6 +368,7 @@ def _connect(
             problem, detail = "cannot be reached", f"{tried} (from {source})"
         except _NoAddressYet as reason:
             problem, detail = f"did not publish its address in {source}", str(reason)
+        check()
         time.sleep(POLL_S)
     for host, failure in failures.items():
         if isinstance(failure, socket.gaierror) and len(failures) == 1:

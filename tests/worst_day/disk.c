@@ -13,6 +13,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -26,8 +27,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { ROLES = 8, RULES = 24, PATH = 1024, FILES = 4096 };
-enum action { NONE, FAIL, FAIL_FOR, OUTAGE, STALL, DONE_BUT, SHORT, OLD };
+enum { ROLES = 8, RULES = 24, PATH = 1024, FILES = 4096, BLOCK = 4096 };
+enum action { NONE, FAIL, FAIL_FOR, OUTAGE, STALL, DONE_BUT, SHORT, OLD, DIE, DONE_AND_DIE };
 
 struct rule {
     int32_t fired; /* how many calls were hit */
@@ -136,7 +137,12 @@ static void trace(const char *call, const char *pattern) {
     syscall(SYS_close, file);
 }
 
-/* What a rule makes of a call. Sets errno to the error that it fails with; stalls here. */
+static void die(void) {
+    kill(getpid(), SIGKILL);
+    for (;;) pause();
+}
+
+/* What a rule makes of a call. Sets errno to the error that it fails with; stalls or dies here. */
 static enum action apply(struct rule *rule, volatile int32_t *count, const char *call, const char *pattern) {
     int64_t since = rule->began_ns ? now_ns() - rule->began_ns : -1;
     int lasts = since >= 0 && since < rule->lasts_ns;
@@ -152,6 +158,7 @@ static enum action apply(struct rule *rule, volatile int32_t *count, const char 
         nanosleep(&pause, NULL);
         return NONE;
     }
+    if (rule->action == DIE && strcmp(call, "write")) die(); /* a write is half done first */
     return rule->action == FAIL_FOR || rule->action == OUTAGE ? FAIL : (enum action)rule->action;
 }
 
@@ -203,12 +210,13 @@ static int opened(int file) {
     static __typeof__(&name) real; \
     if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
-/* Fails, or is done and fails, or is done. */
+/* Fails, or is done and fails or dies, or is done. */
 #define DO(found, call) \
     enum action what = (found); \
     int error = errno; \
     if (what == FAIL) return -1; \
     __typeof__(call) result = (call); \
+    if (what == DONE_AND_DIE) die(); \
     if (what == DONE_BUT) { errno = error; return -1; } \
     return result
 
@@ -275,31 +283,38 @@ int close(int file) {
     return -1;
 }
 
+/* About half of the bytes of a read or write, at least one: whole blocks, as past the page cache nothing else may be. */
+static size_t half_of(size_t size) {
+    return size >= 2 * BLOCK ? size / 2 / BLOCK * BLOCK : size > 1 ? size / 2 : size;
+}
+
 ssize_t read(int file, void *data, size_t size) {
     REAL(read);
     enum action what = of(file, "read");
     if (what == FAIL || what == DONE_BUT) return -1;
-    return real(file, data, what == SHORT && size > 1 ? size / 2 : size);
+    return real(file, data, what == SHORT ? half_of(size) : size);
 }
 ssize_t pread64(int file, void *data, size_t size, off64_t offset) {
     REAL(pread64);
     enum action what = of(file, "read");
     if (what == FAIL || what == DONE_BUT) return -1;
-    return real(file, data, what == SHORT && size > 1 ? size / 2 : size, offset);
+    return real(file, data, what == SHORT ? half_of(size) : size, offset);
 }
 ssize_t preadv64v2(int file, const struct iovec *data, int count, off64_t offset, int flags) {
     REAL(preadv64v2);
     enum action what = of(file, "read");
     if (what == FAIL || what == DONE_BUT) return -1;
-    struct iovec half = {data->iov_base, data->iov_len / 2};
-    return what == SHORT && half.iov_len ? real(file, &half, 1, offset, flags) : real(file, data, count, offset, flags);
+    struct iovec half = {data->iov_base, half_of(data->iov_len)};
+    return what == SHORT ? real(file, &half, 1, offset, flags) : real(file, data, count, offset, flags);
 }
 /* A short write is what a disk does that becomes full: it takes a part, and the next call fails. */
 ssize_t write(int file, const void *data, size_t size) {
     REAL(write);
     enum action what = of(file, "write");
     if (what == FAIL || what == DONE_BUT) return -1;
-    return real(file, data, what == SHORT && size > 1 ? size / 2 : size);
+    ssize_t done = real(file, data, what == SHORT || what == DIE ? half_of(size) : size);
+    if (what == DIE) die();
+    return done;
 }
 
 /* Listings. An old one lacks the name that changed last. */

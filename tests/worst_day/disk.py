@@ -20,7 +20,7 @@ ROLE = "LASTSTEP_WORST_DAY_ROLE"  # of a process that has none by its environmen
 ROLES = ("command", "supervisor 0", "rank 0", "supervisor 1", "rank 1", "after_ranks")
 ACTIONS = (
     *("none", "fails", "fails for a while", "whole disk fails for a while"),
-    *("stalls", "done, but fails", "is short", "is old"),
+    *("stalls", "done, but fails", "is short", "is old", "kills its process", "done, and kills its process"),
 )  # enum action of disk.c
 _CONTROL = struct.Struct("8iii256s")  # struct control of disk.c, without its rules
 _RULE = struct.Struct("6iqq16s240s")  # struct rule

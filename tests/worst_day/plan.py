@@ -39,6 +39,7 @@ ERRORS = {
 }
 DONE_BUT = ("rename", "mkdir", "unlink", "rmdir", "link", "create")  # whose answer may be lost after they were done
 SHORT = ("read", "write")
+READING = ("open", "stat", "fstat", "list", "read", "flock")  # which leave nothing half done
 
 
 class Planned(NamedTuple):
@@ -62,6 +63,10 @@ def faults_of(call: Call, number: int) -> Iterator[Fault]:
         yield Fault(call, number, "is short")
     if call.name == "list":
         yield Fault(call, number, "is old")
+    if call.name not in READING:
+        yield Fault(call, number, "kills its process")  # a write is half done before that
+    if call.name in DONE_BUT:
+        yield Fault(call, number, "done, and kills its process")
     yield from (Fault(call, number, "fails", error) for error in others)
     yield Fault(call, number, "fails for a while", ESTALE if ESTALE in ERRORS[call.name] else first, WHILE_S)
     yield Fault(call, number, "stalls", 0, STALL_S)

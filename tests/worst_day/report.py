@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.faults.report import machine_lines
+
 ABOUT = """\
 ## The worst day of a disk
 
 `make chaos IO=1 N=300`, in some forty minutes: short runs with a death, a restart, a stop, a requeue and a `resume` are
 traced. Then one of their file operations fails in each run: with an error (EIO, ENOENT, ESTALE, ENOLCK, EROFS, ENOSPC,
 EDQUOT), once or for three seconds; after a stall; with an old listing, or a name that the client believes absent; with
-half a read or write; or done, and reported as failed. A command that has ended is typed again.
+half a read or write; or done, and reported as failed; or the process is killed there, in the middle of a write or
+after it. A command that has ended is typed again.
 """
 
 
@@ -56,6 +59,7 @@ class Report:
             f"* {len(done):,} runs made, {len(hit):,} of them hit (the operation came again); "
             f"{len(self.violations)} violations",
             f"* {'; '.join(f'{outcome} {count}' for outcome, count in outcomes.most_common())}",
+            *(f"* {line}" for line in machine_lines()),
             *(f"* VIOLATION: {what}" for what in self.violations),
         ]
         return "\n".join(lines) + "\n"
