@@ -147,7 +147,7 @@ It did: the document is the cause. So begin again before that step, without it:
 
     laststep --from first@{step - 1} --name second {leave}
 
-Up to step {step - 1} the second run has exactly the losses of the first one; in step {step} its loss is {after[step]:.2f}.
+Up to step {step - 1} the second run has exactly the losses of the first; in step {step} its loss is {after[step]:.2f}.
 The document's other samples, in other steps, are found and left out in the same way.
 """
     (DOCS / "spike.md").write_text(page.replace(str(folder), "~/project"))

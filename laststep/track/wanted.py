@@ -122,9 +122,7 @@ def check(config: Any, machine: Machine) -> None:
         if machine.way is Way.RANK:
             continue
         if own_python and find_spec(wish.tracker) is None:
-            raise ConfigError(
-                f"track.{wish.tracker}: this Python lacks {wish.tracker}: pip install {wish.tracker}"
-            )
+            raise ConfigError(f"track.{wish.tracker}: this Python lacks {wish.tracker}: pip install {wish.tracker}")
         if wish.offline or machine.way is Way.DRY_RUN:
             continue
         try:
