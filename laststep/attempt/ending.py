@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from laststep.attempt.restart import Ending, ending
+from laststep.attempt.restart import USER_SIGNALS, Ending, ending
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.ranks.beside import BesideTraining
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from laststep.ranks.stop import Stop
 
 EndReason = Literal["finished", "failed", "hung", "preempted", "cancelled", "timeout"]
+TOGETHER_S = 1.0  # signals that came before any could be caught are received within this time
 SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so all ranks
 # How long a rank tries to record the end on a disk that refuses. The orderly end takes 60 s at most, and in a rescue
 # another rank may try.
@@ -84,9 +85,14 @@ class AttemptState:
 
     @property
     def cause_signal(self) -> signal.Signals | None:
-        """The signal that says why this attempt stops. A SIGINT is the user's word, also after another signal."""
-        interrupted = any(number == signal.SIGINT for number, _ in self.signals.received)
-        return signal.SIGINT if interrupted else self.signal
+        """The signal that says why this attempt stops. A SIGINT is the user's word, also after another signal. Of those
+        that had come before this process could catch any, the kernel delivers SIGTERM first: but srun sends it once a
+        warning has killed a rank that was starting."""
+        received, began = self.signals.received, self.signals.first_at or 0.0
+        if any(number == signal.SIGINT for number, _ in received):
+            return signal.SIGINT
+        warnings = (number for number, at in received if number in USER_SIGNALS and at < began + TOGETHER_S)
+        return next(warnings, self.signal)
 
     @property
     def signal(self) -> signal.Signals | None:

@@ -146,6 +146,18 @@ class Supervisor:
         keep_orphans()
         if self._config.task == COMMAND:
             return
+        if not self._world.on_slurm:
+            return self._import()
+        # There is nothing to save yet, and with PreemptMode=CANCEL only the batch shell can requeue the job, once srun
+        # has ended: an import from a slow disk may outlast KillWait.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            self._import()
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _import(self) -> None:
+        """Import torch, and what of ours needs it."""
         StartupTimer.of_supervisor = timer = StartupTimer()
         with suppress(OSError):  # of the disk; the rank looks again
             if finish_of(self._run, self._config) is not None:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -36,12 +37,13 @@ from laststep.ranks import group
 from laststep.ranks.beside import BesideTraining
 from laststep.ranks.fault import Fault
 from laststep.ranks.group import is_peer_loss
-from laststep.ranks.process import Signals
+from laststep.ranks.process import STOP_SIGNALS, Signals
 from laststep.ranks.seal import Seal
 from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from tests.support.disk import eager, without_locks
+from tests.support.project import wait_until
 from tests.support.ranks import Attempt, fingerprint, reasons, train
 from tests.support.records import a_world
 from tests.support.runs import EVERYTHING, FAULTY, KILLED, befall, config, only, undisturbed
@@ -328,6 +330,33 @@ def test_a_signal_after_a_rank_was_killed(
         assert record["blamed"] == ["n2"] and "rank 1 on n2: gone" in record["error"]
     else:
         assert (record["blamed"], record["error"]) == ([], ending.error)
+
+
+def test_a_warning_kills_a_rank_that_starts(root: Path) -> None:
+    """Slurm's warning reaches a rank that cannot catch it yet, another rank, later, dies of it, and srun sends SIGTERM
+    to the first one. It then catches both, SIGTERM first, since that is how the kernel delivers them. Recorded as
+    failed the run would lose one of its failures, and an innocent node the job."""
+    state = a_rank(root, "warned", 0)
+    before, main = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), threading.main_thread().ident
+    assert main is not None
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.pthread_kill(main, number)
+    signals = state.signals = Signals.catch()
+    try:
+        wait_until(lambda: len(signals.received) == 2, "the signals were not caught")
+        assert signals.first == signal.SIGTERM, "else this test shows nothing"
+        assert state.cause_signal == signal.SIGUSR2
+    finally:
+        signals.release(process_ends=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_warning_long_after_a_rank_was_killed(root: Path) -> None:
+    """srun's SIGTERM told of a killed rank, and a preemption comes later: that rank is still what ended the attempt."""
+    state = a_rank(root, "warned-later", 0)
+    state.signals.first, state.signals.first_at = signal.SIGTERM, 5.0
+    state.signals.received += [(signal.SIGTERM, 5.0), (signal.SIGUSR2, 9.0)]
+    assert state.cause_signal == signal.SIGTERM
 
 
 def test_a_rank_dies_while_the_run_is_cancelled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from laststep.attempt.rescue import gone_file
 from laststep.config.config import Config
 from laststep.config.errors import ConfigError
 from laststep.ranks import meeting as address
 from laststep.ranks.world import hostname
 from laststep.rundir import RunDir
-from tests.support.project import DEADLINE_S
+from tests.support.project import DEADLINE_S, wait_until
 from tests.support.ranks import reasons, starts
 from tests.support.records import a_world
 from tests.support.runs import config
@@ -28,6 +29,7 @@ from tests.support.runs import config
 HERE = hostname()
 # A rank waits 4 s for the others; by default each of these tests would take a minute.
 SHORT_TIMEOUT = "launch.hang_timeout_s=4"
+PATIENT = "launch.hang_timeout_s=600"
 
 
 class Rank:
@@ -51,6 +53,7 @@ class Starter:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.run = RunDir(root / "run")
         self.ranks: list[Rank] = []
 
     def rank(self, rank: int, size: int, *words: str, name: str = "run", env: Mapping[str, str] | None = None) -> Rank:
@@ -96,6 +99,30 @@ def test_a_rank_that_never_joins(start: Starter) -> None:
 def test_rank_0_never_joins(start: Starter) -> None:
     """Without rank 0 there is no store that could show which ranks are missing."""
     start.rank(1, 2).ends(1, f"rank 0 on {HERE} did not publish its address", "within 4 s", "meeting/spawn-1-0.json")
+
+
+@pytest.mark.parametrize(("status", "how"), [("-9", "killed by SIGKILL"), ("1", "exit status 1")])
+def test_rank_0_ends_as_it_starts(start: Starter, status: str, how: str) -> None:
+    """It is out of memory, or its GPU is broken, as its supervisor says. The nodes of the others would stand still for
+    ten minutes (launch.hang_timeout_s) before anything starts again."""
+    said_gone(start, 0, status)
+    start.rank(1, 2, PATIENT).ends(1, f"rank 0 on {HERE} ended as it started ({how})")
+
+
+@pytest.mark.parametrize("status", ["-9", "1"])
+def test_another_rank_ends_as_it_starts(start: Starter, status: str) -> None:
+    """The same of any other rank: rank 0 learns it, and tells those that have met."""
+    first = start.rank(0, 2, PATIENT)
+    wait_until(start.run.meeting("spawn-1-0").exists, "rank 0 does not wait for the others")
+    said_gone(start, 1, status)
+    first.ends(1, f"rank 1 on {HERE} has ended")
+
+
+def said_gone(start: Starter, rank: int, status: str) -> None:
+    """What the rank's supervisor says."""
+    file = gone_file(start.run.rescues / "spawn-1-0", rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(status)
 
 
 def test_an_address_that_does_not_resolve(start: Starter) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,35 @@ def test_signalled_before_python_runs(user: User, tmp_path: Path) -> None:
     assert following.returncode == 0, said
     ends = [(end["reason"], end["restart"]) for end in user.attempts("before-python")]
     assert ends == [("preempted", 0), ("finished", 1)], said
+
+
+HELD_IMPORT = """
+import sys, time
+class Held:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open({folder!r} + "/held." + __import__("os").environ["SLURM_PROCID"], "w").close()
+            time.sleep(600)
+sys.meta_path.insert(0, Held())
+"""
+
+
+def test_preempted_while_it_imports(user: User, tmp_path: Path) -> None:
+    """From a slow disk an import of torch takes longer than KillWait, after which Slurm kills the batch shell as well:
+    with PreemptMode=CANCEL nobody would be left to requeue the job, and the run would be over."""
+    (tmp_path / "sitecustomize.py").write_text(HELD_IMPORT.format(folder=str(tmp_path)))
+    slow = tmp_path / "slow"  # the first start alone is
+    first = f"PYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable}"
+    slow.write_text(f'#!/bin/sh\n[ -e {tmp_path}/held.0 ] && exec "$@"\nshift\n{first} "$@"\n')
+    slow.chmod(0o755)
+    words = ("--partition", "cancel", "--name", "imports", SHORT, f"launch.python={slow} {user.python}")
+    following = user.begins(*TWO_RANKS, *words, "--follow")
+    held = [tmp_path / "held.0", tmp_path / "held.1"]
+    user.waits("imports", lambda: all(file.exists() for file in held), "does not import torch")
+    user.cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    said, _ = following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0, said
+    assert [end["reason"] for end in user.attempts("imports")] == ["preempted", "finished"], said
 
 
 def test_ranks_in_an_image(user: User, tmp_path: Path) -> None:
