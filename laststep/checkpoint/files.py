@@ -13,11 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypedDict, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 from laststep.config.errors import CheckpointError as CheckpointError
 from laststep.ranks import disk
@@ -98,9 +97,9 @@ def damaged_files(
 def hash_files(folder: Path, names: Iterable[str], after_read: Callable[[], None]) -> dict[str, FileEntry]:
     """The manifest's entries of files that are already written, each of them read and fsynced. What `after_read`, which
     follows each read, raises ends the work. Raises OSError."""
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        hashed = {name: pool.submit(_hash, folder / name, after_read, sync=True) for name in names}
-        return {name: future.result() for name, future in hashed.items()}
+    names = list(names)
+    hashed = at_once([partial(_hash, folder / name, after_read, sync=True) for name in names], HASHING_THREADS)
+    return dict(zip(names, hashed))
 
 
 def read_files(
@@ -120,11 +119,13 @@ def write_hashed(path: Path, chunks: Iterable[memoryview], sync_bytes: int | Non
     long, and a thread of its own hashes it: the single file of a rank that others wait for. Raises OSError.
     """
     digest, size, synced = hashlib.sha256(), 0, 0
-    with path.open("xb", buffering=0) as file:
+    with _own_file(path, "xb") as file:
         access = _Uncached(file)
 
         def write_some(part: memoryview) -> int:
-            return os.write(file.fileno(), part)
+            if not (count := os.write(file.fileno(), part)):
+                raise OSError(errno.EIO, "the disk takes no byte")
+            return count
 
         def write(chunk: memoryview) -> None:
             done = 0
@@ -187,7 +188,7 @@ def _hash(
     """Read a file from front to back. With `memory`, which must be a `HostMemory`'s, it is read into that, past the
     page cache; without, through the page cache, and the kernel reads ahead while a piece is hashed."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
+    with _own_file(path, "rb") as file:
         _advise(file, 0, 0, "POSIX_FADV_SEQUENTIAL")
         buffer = memoryview(bytearray(READ_BYTES if memory is None else 0))
         access = _Uncached(file, direct=memory is not None)
@@ -207,6 +208,31 @@ def _hash(
         if sync:
             os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+_opened = set[FileIO]()  # by this process, for as long as `_own_file` has them open
+
+
+@contextlib.contextmanager
+def _own_file(path: Path, mode: Literal["rb", "xb"]) -> Iterator[FileIO]:
+    """Open a file that no process forked meanwhile keeps open: a loader's worker would hold the room of a checkpoint
+    that has been deleted for as long as it lives."""
+    with path.open(mode, buffering=0) as file:
+        _opened.add(file)
+        try:
+            yield file
+        finally:
+            _opened.discard(file)
+
+
+def _close_copies() -> None:
+    for file in _opened:
+        with contextlib.suppress(OSError):
+            file.close()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class _Uncached:
@@ -230,9 +256,10 @@ class _Uncached:
             try:
                 return call(piece[:whole])
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT):
                     raise
-                self._flag = 0  # other blocks than these, memory that begins within one, or only the page cache
+                # Other blocks than these, memory that begins within one or is a driver's own, or only the page cache.
+                self._flag = 0
         self._switch(0)
         return call(piece)
 
@@ -323,14 +350,31 @@ def own_files(count: int, rank: int, ranks: int, shards: int = 1) -> list[Stripe
     return [Stripe(number * each + part, files) for part in range(each)]
 
 
-def at_once(work: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Do these at the same time, the first one in this thread. All have ended when this returns, or raises what the
-    first of them raised that failed."""
-    if len(work) < 2:
-        return [one() for one in work]
-    with ThreadPoolExecutor(len(work) - 1, threading.current_thread().name) as pool:
-        try:
-            others = [pool.submit(one).result for one in work[1:]]
-        except RuntimeError:  # the interpreter is ending, and starts no thread
-            return [one() for one in work]
-        return [one() for one in (work[0], *others)]
+def at_once(work: Sequence[Callable[[], Result]], threads: int | None = None) -> list[Result]:
+    """Do these at the same time, in this thread and others, `threads` in all or one for each. All have ended when this
+    returns, or raises what the first of them raised that failed.
+
+    The threads are daemons: Python would wait for those of a pool before it ends, and a write may hang.
+    """
+    left, results, errors = iter(list(enumerate(work))), dict[int, Result](), dict[int, BaseException]()
+
+    def do() -> None:
+        for number, one in left:  # the threads share one iterator: each takes the next one
+            try:
+                results[number] = one()
+            except BaseException as error:
+                errors[number] = error
+
+    others: list[threading.Thread] = []
+    # Without more threads, because the kernel has none or the interpreter is ending, those that there are do it all.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(min(len(work), threads or len(work)) - 1):
+            thread = threading.Thread(target=do, name=threading.current_thread().name, daemon=True)
+            thread.start()
+            others.append(thread)
+    do()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(work))]

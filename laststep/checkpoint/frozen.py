@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laststep.checkpoint.files import NO_PATIENCE, CheckpointError, FileEntry, Patience, StateChanged, Stripe
 from laststep.checkpoint.pack import WHOLE, Layout, Packed, serialized_structure
-from laststep.checkpoint.store import STRUCTURE, CheckpointStore, shard_name
+from laststep.checkpoint.store import STRUCTURE, CheckpointStore, is_there, shard_name
 from laststep.checkpoint.writer import CheckpointInfo, Part, make_manifest, reason_of, write_file
 from laststep.ranks.world import ShardPlace
 
@@ -114,10 +114,11 @@ class FrozenState:
         """
         step, store = self._info.step, self._store
         store.look_anew()  # a rank on another host may have committed this step
-        writing, exists = store.writing_folder(step, tag), store.path(step).exists()
-        if exists and store.is_intact(step):
-            return store.discard(writing)
+        writing = store.writing_folder(step, tag)
         try:
+            exists = patience.insist(partial(is_there, store.path(step)))
+            if exists and store.is_intact(step):
+                return store.discard(writing)
             sharding = self._sharding([entry["bytes"] for entry in parts.values()])
             files = {STRUCTURE: patience.insist(lambda: self._write_structure(writing / STRUCTURE))}
             for number, (name, entry) in enumerate(parts.items()):

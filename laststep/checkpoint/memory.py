@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from contextlib import suppress
 
@@ -10,6 +11,13 @@ import torch
 from torch import Tensor
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device (CUDA Runtime API, section 6.11)
+
+
+# All that is mapped now, and in a forked process what was: there it must never be unmapped. Its addresses are free, and
+# may have been given to others.
+_mapped = weakref.WeakSet[mmap.mmap]()
+_inherited: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
 
 
 class HostMemory:
@@ -22,6 +30,7 @@ class HostMemory:
 
     def __init__(self, count: int) -> None:
         self._memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _mapped.add(self._memory)
         if hasattr(mmap, "MADV_DONTFORK"):  # Linux
             self._memory.madvise(mmap.MADV_DONTFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # the first access to new memory costs a call of the kernel for each page

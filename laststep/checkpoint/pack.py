@@ -21,7 +21,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,6 +155,11 @@ def has_fixed(saved: Any) -> bool:
     return isinstance(saved, dict) and saved.keys() == {"state", "sharded", FIXED}
 
 
+def is_wrapped(structure: Any) -> bool:
+    """Whether a structure of `Packed` has the state's own under "state", beside what else is known of its tensors."""
+    return has_fixed(structure) or (isinstance(structure, dict) and structure.keys() == {"state", "sharded"})
+
+
 class Target(NamedTuple):
     """A tensor to fill, and where its bytes lie in the run of bytes of the full tensors."""
 
@@ -198,6 +202,9 @@ class Layout:
         """The layout that structure.pt describes. Raises ValueError when it does not fit the manifest."""
         if has_fixed(saved) != (manifest.format == FIXED_FORMAT):
             raise ValueError(f"its structure is not of format {manifest.format}")
+        if isinstance(saved, dict) and saved.keys() > {"state", "sharded", FIXED}:
+            # For some days a rescue from copies wrote the position beside these, and the bytes in another order.
+            raise ValueError("its bytes are in another order than its structure says")
         layout = cls.of(saved, len(manifest.sharding) or 1)
         for shard, names in enumerate(manifest.shards_of_state):
             found, expected = sum(manifest.files[name]["bytes"] for name in names), layout.shard_bytes(shard)
@@ -247,9 +254,7 @@ def load(folder: Path, manifest: Manifest, part: Callable[[Layout], Any] = lambd
     try:
         layout = Layout.read(torch.load(folder / STRUCTURE, weights_only=True), manifest)
         state, targets = layout.make(part(layout), empty_like)
-        with ExitStack() as files:
-            shards = [files.enter_context((folder / name).open("rb", buffering=0)) for name in manifest.shards]
-            _fill(layout, targets, shards)
+        _fill(layout, targets, [folder / name for name in manifest.shards])
         return state
     except Exception as error:  # a damaged pickle or a failing disk may raise anything
         raise CheckpointError(f"{folder.name}: could not be loaded: {error}") from error
@@ -291,13 +296,14 @@ class Scatter:
                 target[begin - offset : end - offset].copy_(piece[begin - start : end - start])
 
 
-def _fill(layout: Layout, targets: list[Target], files: list[FileIO]) -> None:
+def _fill(layout: Layout, targets: list[Target], files: list[Path]) -> None:
     """Fill tensors from the files, which together hold all bytes of the shards. Raises ValueError when the lengths
     differ.
 
     Several threads read, since first access to new memory takes most of the time and one thread is half as fast as two.
+    Each has one file open at a time: there may be more than a process may open.
     """
-    *starts, found = accumulate((os.fstat(file.fileno()).st_size for file in files), initial=0)
+    *starts, found = accumulate((file.stat().st_size for file in files), initial=0)
     memory: dict[int, list[memoryview]] = {}
     for target in targets:
         memory.setdefault(target.number, []).append(_bytes_of(target.tensor).numpy().data)
@@ -317,13 +323,17 @@ def _fill(layout: Layout, targets: list[Target], files: list[FileIO]) -> None:
     )
 
     def read(_: int) -> None:
-        for offset, piece in pieces:  # the threads share one iterator: each takes the next piece
-            while piece:
-                number = bisect_right(starts, offset) - 1
-                count = os.preadv(files[number].fileno(), [piece], offset - starts[number])
-                if not count:
-                    raise ValueError("a shard is truncated")
-                offset, piece = offset + count, piece[count:]
+        with ExitStack() as own:
+            number = -1
+            for offset, piece in pieces:  # the threads share one iterator: each takes the next piece
+                while piece:
+                    if (needed := bisect_right(starts, offset) - 1) != number:
+                        own.close()
+                        number, file = needed, own.enter_context(files[needed].open("rb", buffering=0))
+                    count = os.preadv(file.fileno(), [piece], offset - starts[number])
+                    if not count:
+                        raise ValueError("a shard is truncated")
+                    offset, piece = offset + count, piece[count:]
 
     with ThreadPoolExecutor(READING_THREADS) as pool:
         for _ in pool.map(read, range(READING_THREADS)):

@@ -255,7 +255,9 @@ class NewestCheckpoint:
             if result["damage"] is None:
                 owners, self._reading = reading.owners | dict.fromkeys(result["read_by_rank_0"], 0), None
                 return SharedCheckpoint(reading.manifest, self._group, owners, reading.memory)
-            del reading  # so its memory is free before the next one is read
+            # So its memory is free before the next one is read; an error's traceback may hold the reading itself.
+            reading.memory.clear()
+            del reading
             self._reading, self._number = None, self._number + 1
             self._reading = self._begin()
         return None

@@ -80,7 +80,7 @@ class CheckpointStore:
         """The folder of the checkpoint of `step`. An interrupted commit may have left it under its other name."""
         path = self.folder / folder_name(step)
         with contextlib.suppress(OSError):
-            if not _exists(path) and _exists(path.with_suffix(REPLACED)):
+            if not is_there(path) and is_there(path.with_suffix(REPLACED)):
                 return path.with_suffix(REPLACED)
         return path
 
@@ -117,7 +117,7 @@ class CheckpointStore:
             left = self.folder / name
             if name.startswith("step_") and name.endswith(REPLACED):
                 final = left.with_suffix("")
-                if _exists(final):
+                if is_there(final):
                     self.discard(left)
                 else:
                     left.rename(final)
@@ -166,13 +166,13 @@ class CheckpointStore:
             (writing / MANIFEST).write_text(manifest.text() + "\n")
             for path in (writing / MANIFEST, writing):
                 fsync(path)
-            if replaces and _exists(final):
+            if replaces and is_there(final):
                 shutil.rmtree(replaced, ignore_errors=True)
                 final.rename(replaced)
             try:
                 writing.rename(final)  # refused where there is one already: that folder is not empty
             except OSError as error:
-                if _exists(replaced):
+                if is_there(replaced):
                     replaced.rename(final)
                 if error.errno == errno.ENOTEMPTY:  # which does not pass
                     raise FileExistsError(error.errno, error.strerror, error.filename, None, final) from None
@@ -195,7 +195,7 @@ class CheckpointStore:
 
     def _has_happened(self, writing: Path, final: Path, manifest: Manifest) -> bool:
         """Whether a commit that was reported as failed has happened. Raises OSError."""
-        if _exists(writing) or not _exists(final):
+        if is_there(writing) or not is_there(final):
             return False
         with contextlib.suppress(FileNotFoundError):
             return (final / MANIFEST).read_text() == manifest.text() + "\n"
@@ -421,7 +421,7 @@ def _kind(path: Path) -> int:
     return ctypes.c_long.from_buffer(found).value
 
 
-def _exists(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     """Whether there is something at a path. Raises OSError if that cannot be seen; `Path.exists` says no, from Python
     3.14 on."""
     try:

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from laststep import compat
 from laststep.checkpoint.manager import Position
 from laststep.checkpoint.memory import HostMemory, reusable_buffer
-from laststep.checkpoint.pack import Packed, is_fixed, map_tensors
+from laststep.checkpoint.pack import Packed, is_fixed, is_wrapped, map_tensors
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.errors import ConfigError
 from laststep.loops.measured import Measured
@@ -362,7 +362,7 @@ class OwnCopy:
     def structure(self) -> Any:
         """The structure of the state, with its position."""
         position = {"position": asdict(self.position)}
-        if set(self.packed) == {"state", "sharded"}:
+        if is_wrapped(self.packed):
             return {**self.packed, "state": {**self.packed["state"], **position}}
         return {**self.packed, **position}
 

@@ -19,7 +19,7 @@ from laststep.attempt import rescue as rescue_module
 from laststep.attempt.rescue import Rescue, Superseded, gone_file, read_fields
 from laststep.attempt.rescue_plan import ALONE_S, GATHER_S, SILENT_S, STUCK_S, Assignment, Holding, Plan
 from laststep.checkpoint import files
-from laststep.checkpoint.files import CheckpointError
+from laststep.checkpoint.files import CheckpointError, Patience, Stripe
 from laststep.checkpoint.frozen import FrozenState
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
@@ -508,3 +508,14 @@ def test_a_folder_that_the_disk_refuses_at_first(tmp_path: Path) -> None:
     gone = Rescue(tmp_path / "deleted" / "rescue" / "job", 0, 1, lambda: False, SEAL)
     gone.round()
     assert not (tmp_path / "deleted").exists()
+
+
+def test_a_disk_that_refuses_a_look(tmp_path: Path) -> None:
+    """All is written, and a network disk says ESTALE for a moment as the committing survivor looks whether the step is
+    there: a lone survivor would give up the step."""
+    store = CheckpointStore(tmp_path)
+    frozen = frozen_state(store, CheckpointInfo(3, 1, 24, {}), state_of(3))
+    parts = {"part": frozen.write_part("test", 0, Stripe(0, 1), "part", nothing)}
+    with refusing(store.path(3), errno.ESTALE, times=3) as refused:
+        frozen.commit("test", parts, Patience(5.0, print))
+    assert refused and store.verify(3).step == 3

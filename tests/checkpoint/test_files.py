@@ -7,7 +7,11 @@ import errno
 import fcntl
 import hashlib
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,3 +181,93 @@ def test_every_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     if tells(tmp_path):
         assert [path.name for path in parts if is_cached(path)] == []
     store.verify(1)
+
+
+# Threads, forks and what else the process does meanwhile
+
+
+def test_a_write_that_hangs(tmp_path: Path) -> None:
+    """A disk hangs in a save, and the training fails: the process must end, or it would hold its node for hours."""
+    program = """
+import time
+from laststep.checkpoint.files import at_once
+from laststep.ranks.process import start_thread
+start_thread("saver", lambda: at_once([lambda: time.sleep(3600)] * 3))
+print("the training has failed", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "the training has failed\n"), done.stderr
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 9])
+def test_at_the_limit_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has only so many left. Each file is written once all the same: a second time it would be there, and
+    the save would fail."""
+    real, left, done = threading.Thread.start, iter(range(threads)), list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert files.at_once([partial(done.append, number) for number in range(4)]) == [None] * 4
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_the_first_of_several_errors_is_raised() -> None:
+    """As if the work were done in its order."""
+
+    def fails(number: int) -> None:
+        raise OSError(number, "refused")
+
+    with pytest.raises(OSError, match=r"Errno 7"):
+        files.at_once([lambda: None, partial(fails, 7), partial(fails, 8)])
+
+
+def test_forked_meanwhile(tmp_path: Path) -> None:
+    """A loader's worker that is forked during a save or a restore must not keep the files open: for as long as it lives
+    the room of a checkpoint that is deleted later would be missing on a full disk."""
+    program = f"""
+import os
+from pathlib import Path
+from laststep.checkpoint import files
+from laststep.checkpoint.memory import HostMemory
+path = Path({str(tmp_path)!r}) / "shard"
+def forks(what):
+    if os.fork() == 0:
+        left = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{{fd}}")
+                and os.readlink(f"/proc/self/fd/{{fd}}") == str(path)]
+        print(what, len(left), flush=True)
+        os._exit(0)
+    os.wait()
+def chunks():
+    yield memoryview(bytes(10000))
+    forks("written")
+    yield memoryview(bytes(10000))
+entry = files.write_hashed(path, chunks())
+memory = {{path.name: HostMemory(20000).tensor.numpy().data}}
+errors = files.read_files(path.parent, {{path.name: entry}}, memory, lambda: forks("read"))
+print(entry["bytes"], errors)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout.splitlines() == ["written 0", "read 0", "20000 {}"], done.stderr
+
+
+def test_memory_in_a_forked_process() -> None:
+    """Its addresses are free there, and go to others: if the child frees it, the child's own memory is gone."""
+    program = """
+import gc, mmap, os
+from laststep.checkpoint.memory import HostMemory
+COUNT = 64 << 20
+memory = [HostMemory(COUNT)]
+if os.fork() == 0:
+    own = mmap.mmap(-1, COUNT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # where the other was
+    memory.clear()
+    gc.collect()
+    own[:] = bytes(COUNT)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "0\n", done.stderr

@@ -6,7 +6,10 @@ The ranks are threads that share this process: their collectives copy from one t
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import os
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laststep.checkpoint import files, restore
+from laststep.checkpoint import files, memory, restore
 from laststep.checkpoint.memory import HostMemory
 from laststep.checkpoint.pack import load
 from laststep.checkpoint.restore import NewestCheckpoint, SharedCheckpoint, shares
@@ -288,18 +291,28 @@ def test_a_disk_that_refuses_to_be_read(store: CheckpointStore, monkeypatch: pyt
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODATA, errno.EILSEQ], ids=errno.errorcode.get)
 def test_a_lost_sector(store: CheckpointStore, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk says EIO through the page cache, and past it what the device said. Each attempt of a run whose newest
-    checkpoint cannot be read any more must not fail for it: the one before is intact."""
+    checkpoint cannot be read any more must not fail for it: the one before is intact. And it must not hold the memory
+    of both until it ends: that may be more than the node has."""
     monkeypatch.setattr(restore, "READ_AGAIN_S", 0.0)
     save(store, 3, 2)
     save(store, 7, 2)
 
-    def restores(rank: Rank) -> int:
+    def restores(rank: Rank) -> SharedCheckpoint:
         checkpoint = rank.read(store)
         assert checkpoint is not None
-        return checkpoint.manifest.step
+        return checkpoint
 
-    with refusing(store.path(7) / "shard_0001-of-0002.bin", number, call="preadv"):
-        assert together(2, restores) == [3, 3]
+    gc.collect()
+    gc.disable()  # as in a rank
+    try:
+        before = len(memory._mapped)
+        with refusing(store.path(7) / "shard_0001-of-0002.bin", number, call="preadv"):
+            found = together(2, restores)
+        assert [checkpoint.manifest.step for checkpoint in found] == [3, 3]
+        held = [len(checkpoint._memory) for checkpoint in found]
+        assert len(memory._mapped) - before == sum(held), "each file of the older checkpoint, and no other"
+    finally:
+        gc.enable()
 
 
 def test_the_rank_that_the_others_wait_for(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +394,22 @@ def test_memory_is_returned_piece_by_piece() -> None:
 def resident() -> int:
     """Bytes of memory that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_more_files_than_a_process_may_open(store: CheckpointStore) -> None:
+    """`export` of a large run, under the usual limit of 1,024 files: a checkpoint may have four times as many."""
+    save(store, 5, 40)
+    manifest, limits = store.manifest(5), resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert len(manifest.shards) == 40
+    opened = set(map(int, os.listdir("/proc/self/fd")))
+    *_, last = itertools.islice((number for number in itertools.count() if number not in opened), 20)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, limits[1]))
+    try:
+        state = load(store.path(5), manifest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert same(without_position(state), without_position(state_of(5)))
+    assert len(os.listdir("/proc/self/fd")) <= len(opened)
 
 
 def test_load_is_what_ranks_load(store: CheckpointStore) -> None:

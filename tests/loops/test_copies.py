@@ -16,6 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from laststep.checkpoint.files import StateChanged, Stripe
 from laststep.checkpoint.frozen import FrozenState
@@ -42,6 +44,16 @@ def full_state(step: int) -> dict[str, Any]:
     """The state of a step, as no other."""
     drawn = torch.Generator().manual_seed(step)
     return {"weight": torch.randn(10, 3, generator=drawn), "bias": torch.randn(6, generator=drawn), "lr": 0.5 * step}
+
+
+FROZEN = torch.linspace(-1.0, 1.0, 7)
+
+
+def tensors_of(step: int, place: ShardPlace, mesh: DeviceMesh) -> dict[str, Any]:
+    """The same, as this rank holds it, and between its tensors a weight that is never trained: checkpoints have it in a
+    file of its own, after all others."""
+    weight, *others = sharded_state(full_state(step), place, mesh).items()
+    return dict([weight, ("frozen", nn.Parameter(FROZEN.clone(), requires_grad=False)), *others])
 
 
 class Pending:
@@ -87,7 +99,7 @@ class Rank(Engine):
         """One step; its line is written one step late."""
         with pretended_rank(self.place) as mesh:
             self.ring.begin_update()
-            self.tensors = sharded_state(full_state(self.position.step + 1), self.place, mesh)
+            self.tensors = tensors_of(self.position.step + 1, self.place, mesh)
             self.end_update({}, samples=8)
         self._write_steps(self.pending.read_now(self.position.step - 1))
 
@@ -112,7 +124,7 @@ class Late:
     def do(self, gathered: Gathered) -> tuple[Mapping[str, torch.Tensor], int] | None:
         self.tried = True
         with pretended_rank(self.rank.place) as mesh:
-            self.rank.tensors = sharded_state(full_state(gathered.step), self.rank.place, mesh)
+            self.rank.tensors = tensors_of(gathered.step, self.rank.place, mesh)
         if not gathered.values:
             raise RuntimeError("in the middle of the update")
         return {}, 8
@@ -177,6 +189,7 @@ def assert_is(state: dict[str, Any], step: int) -> None:
     """Whether this is the whole state of a step, with the lines and the losses of exactly its steps."""
     expected, position = full_state(step), state["position"]
     assert torch.equal(state["weight"], expected["weight"]) and torch.equal(state["bias"], expected["bias"])
+    assert torch.equal(state["frozen"], FROZEN)
     assert state["lr"] == expected["lr"] and position["step"] == step and position["samples"] == 8 * step
     assert position["records"] == step, "the lines of metrics.jsonl up to this step, and no other"
     assert position["loss_sum"] == sum(range(step))
