@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from laststep.attempt.restart import USER_SIGNALS, Ending, ending
+from laststep.attempt.restart import USER_SIGNALS, Ending, ending, insist_on_requeue
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.ranks.beside import BesideTraining
@@ -23,7 +23,7 @@ from laststep.ranks.disk import Patience
 from laststep.ranks.fault import Retry
 from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, Signals, start_thread
-from laststep.ranks.slurm import BY_CHAIN, CHAIN_VARIABLE, SlurmError, requeue_job
+from laststep.ranks.slurm import BY_CHAIN, CHAIN_VARIABLE, SlurmError
 from laststep.ranks.world import World, hostname
 from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
 from laststep.records.attempts import end_attempt
@@ -43,6 +43,8 @@ SHELL_S = 15.0  # within which a batch shell that lives has killed srun, and so 
 # How long a rank tries to record the end on a disk that refuses. The orderly end takes 60 s at most, and in a rescue
 # another rank may try.
 INSIST_S = 20.0
+# How long it insists on the requeue while Slurm does not answer. Everything is saved, and SIGKILL may come.
+REQUEUE_S = 20.0
 CONTINUE_BY_HAND = "start the run again under the same name to continue"
 
 
@@ -165,7 +167,7 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
             if not record["requeue"]:
                 why = recorded(read_ended_attempts(state.run_dir.attempts), state.config.launch).why
                 return say(f"not requeued: {why}; {by_hand}")
-            requeue_job(state.world.job_id)
+            insist_on_requeue(state.world, REQUEUE_S)
             say(f"requeued job {state.world.job_id}")
     except (OSError, subprocess.SubprocessError) as error:
         say(f"{error}; the batch shell tries again")

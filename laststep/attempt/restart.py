@@ -31,7 +31,21 @@ from typing import Literal, NamedTuple
 from laststep.config.schema import Launch
 from laststep.ranks.fault import Fault
 from laststep.ranks.process import SUPERVISED, children_of, identity
-from laststep.ranks.slurm import NEVER, ON_NODES, REPLACED, UNENDED, Job, kill_limits, show_job, unix_time
+from laststep.ranks.slurm import (
+    AGAIN_S,
+    NEVER,
+    ON_NODES,
+    REPLACED,
+    UNENDED,
+    Job,
+    SlurmError,
+    Unanswered,
+    ask_patiently,
+    kill_limits,
+    requeue_job,
+    show_job,
+    unix_time,
+)
 from laststep.ranks.world import World
 from laststep.records.retry import Decision, Next
 
@@ -113,6 +127,25 @@ def judge(number: signal.Signals, job: Job, restart: int, signal_delay_s: int, n
 def comes_back(job: Job, restart: int) -> bool:
     """Whether Slurm restarts the job by itself. `restart` counts the restarts before this attempt."""
     return int(job.get("Restarts", restart)) > restart
+
+
+def insist_on_requeue(world: World, patience_s: float) -> None:
+    """Requeue the job of this process, once. While Slurm does not answer, it is asked again for this long. It may have
+    done it all the same, so it is not told twice before it has shown the job. Raises SlurmError if it refuses, stays
+    silent, or has ended the job meanwhile."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return requeue_job(world.job_id)
+        except SlurmError as error:
+            job = ask_patiently(world.job_id, deadline - time.monotonic())
+            if job is not None and (comes_back(job, world.restart) or job.get("JobState") == "PENDING"):
+                return
+            if job is None or not isinstance(error, Unanswered) or time.monotonic() > deadline:
+                raise
+            if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
+                raise
+        time.sleep(AGAIN_S)
 
 
 class Follows(enum.Enum):

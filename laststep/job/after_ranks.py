@@ -38,7 +38,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from laststep import rooms
 from laststep.attempt.predecessor import Predecessor, finish_of
-from laststep.attempt.restart import Follows, Verdict, comes_back, judge, what_follows
+from laststep.attempt.restart import Follows, Verdict, comes_back, insist_on_requeue, judge, what_follows
 from laststep.checkpoint.store import COUNT_S, CheckpointStore, newest_step
 from laststep.config.checks import nodes_for
 from laststep.config.errors import DiskError
@@ -55,12 +55,12 @@ from laststep.ranks.slurm import (
     REPLACED,
     Job,
     SlurmError,
+    ask_patiently,
     forbid_requeue,
-    has_scontrol,
     kill_limits,
     node_states,
     note_unrecorded,
-    requeue_job,
+    patiently,
     show_job,
 )
 from laststep.ranks.slurm import command as slurm_command
@@ -87,7 +87,6 @@ from laststep.trainer import Trainer
 SLURMCTLD_WAIT_S = 180.0
 # The same once it has answered. The batch shell kills this program after 300 s.
 REQUEUE_WAIT_S = 130.0
-POLL_S = 2.0
 # Exit status of `python -m laststep` where it refuses its configuration. It has said why, and a retry would fail the
 # same way. In a job that Laststep submitted it is srun's, which did not find the program.
 REFUSED = 2
@@ -200,13 +199,13 @@ class AfterRanks:
         with suppress(OSError), disk.no_start(run.lock, Predecessor(run, world, 0.0)) as holder:
             if self._is_anothers(holder):
                 return f"another attempt is at work on this run ({holder})"
-        job = self._ask_slurm()
+        job = ask_patiently(world.job_id, SLURMCTLD_WAIT_S)
         if job is None:
             return self._no_answer()
         if not judge(signal.SIGTERM, job, world.restart, 0, 0).requeue:
             return ""
         try:
-            noted = note_unrecorded(world.job_id, world.restart, launch.max_failures)
+            noted = patiently(lambda: note_unrecorded(world.job_id, world.restart, launch.max_failures), REQUEUE_WAIT_S)
             count = world.restart + 1 if noted is None else noted
             if count > launch.max_failures:
                 return (
@@ -214,7 +213,7 @@ class AfterRanks:
                     f"(launch.max_failures={launch.max_failures}); {self._resume()} tries again"
                 )
             say(f"requeueing job {world.job_id}: what the disk refuses on this node, others may show")
-            self._requeue()
+            insist_on_requeue(world, REQUEUE_WAIT_S)
         except (SlurmError, OSError) as refusal:
             return str(refusal)
         return ""
@@ -232,7 +231,7 @@ class AfterRanks:
             elif end["reason"] == "cancelled" and _is_submitted(self._run, world):
                 self._end_as_cancelled()
             return Follows.END
-        job = self._ask_slurm()
+        job = ask_patiently(world.job_id, SLURMCTLD_WAIT_S)
         if job is None and self._in_chain:
             say(f"Slurm does not answer on this node; {BY_CHAIN}")
             return Follows.REQUEUE
@@ -267,7 +266,7 @@ class AfterRanks:
                 return follows
             say(f"requeueing job {world.job_id}: the attempt ended ({reason}), the run continues")
             try:
-                self._requeue()
+                insist_on_requeue(world, REQUEUE_WAIT_S)
             except SlurmError as error:
                 say(f"not requeued: {error}; {self._resume()} continues the run")
                 return Follows.END
@@ -299,27 +298,6 @@ class AfterRanks:
 
     def _say_not_requeued(self, end: EndedAttempt, why: str) -> None:
         say(f"not requeued: the attempt ended ({end['reason']}): {why}; {self._resume()} tries again")
-
-    def _requeue(self) -> None:
-        """Requeue the job, also if slurmctld goes away just now. Raises SlurmError if it refuses, or stays away."""
-        deadline = time.monotonic() + REQUEUE_WAIT_S
-        while True:
-            try:
-                return requeue_job(self._world.job_id)
-            except SlurmError:
-                job = show_job(self._world.job_id)
-                if job is not None and comes_back(job, self._world.restart):
-                    return  # Slurm has done it, and reported an error
-                if job is not None or time.monotonic() > deadline or not has_scontrol():
-                    raise
-            time.sleep(POLL_S)
-
-    def _ask_slurm(self) -> Job | None:
-        """What Slurm says about the job, None if it does not answer for SLURMCTLD_WAIT_S."""
-        deadline = time.monotonic() + SLURMCTLD_WAIT_S
-        while (job := show_job(self._world.job_id)) is None and time.monotonic() < deadline and has_scontrol():
-            time.sleep(POLL_S)
-        return job
 
     def end_for_good(self) -> None:
         """The job fails, and is to end. Else Slurm would requeue one with an expedited requeue, and hold it."""

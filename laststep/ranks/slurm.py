@@ -9,8 +9,8 @@ import re
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from laststep.ranks.process import started
 
@@ -18,6 +18,7 @@ DEFAULT_KILL_WAIT_S = 30  # seconds from SIGTERM to SIGKILL unless slurm.conf sa
 PING_S = 2.0
 DEFAULT_ARRAY = 1001
 ANSWER_S = 10.0
+AGAIN_S = 2.0  # between two tries to get an answer
 NEVER = float("inf")
 Job = Mapping[str, str]  # the fields of `scontrol show job`
 # Slurm's job ids begin anew after a controller lost its state. So the comment of each job that Laststep submits has a
@@ -36,6 +37,13 @@ REPLACED = "REPLACED"  # our own JobState: this process's job id is that of anot
 # A start of a job whose end the disk refused to record is noted in the job's comment: how many there were in a row, and
 # the restart count of the last. Slurm keeps it where every node can read it. The batch shell writes the same.
 UNRECORDED = re.compile(r"\s*\blaststep-unrecorded:(\d+)@(\d+)\b")
+# What Slurm's commands say when they cannot know whether the controller has received the request, or has carried it out
+# (slurm_errno.c): it is busy, or just restarting. The batch shell reads this pattern, too.
+UNANSWERED = re.compile(
+    r"timed out|zero bytes|unexpected message|protocol|(send|receive) failure"
+    r"|connection|unable to co(ntact|nnect)|standby",
+    re.I,
+)
 Partition = Mapping[str, str]  # the fields of `scontrol show partition`
 # `sbatch --requeue=expedite`, where the site allows it: `scontrol requeue` starts such a job again without the delay of
 # 2 minutes. But a job that fails is requeued, and held, so one that is to end must first be forbidden to requeue. Until
@@ -57,12 +65,40 @@ class SlurmError(RuntimeError):
     """A Slurm command failed, is missing, or did not answer."""
 
 
+class Unanswered(SlurmError):
+    """Slurm has not answered, and may do so later. What it was asked to do may be done."""
+
+
 class SlurmMissing(SlurmError):
     """This machine has no such Slurm command."""
 
 
 class UnknownJob(SlurmError):
     """Slurm has no job with this id."""
+
+
+T = TypeVar("T")
+
+
+def patiently(ask: Callable[[], T], patience_s: float) -> T:
+    """What `ask` returns, which is called again for this long while Slurm does not answer. Only for orders that may be
+    given twice. Raises SlurmError."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return ask()
+        except Unanswered:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN_S)
+
+
+def ask_patiently(job_id: str, patience_s: float) -> Job | None:
+    """What Slurm says about the job of this process, see `show_job`; None if it does not answer for this long."""
+    deadline = time.monotonic() + patience_s
+    while (job := show_job(job_id)) is None and time.monotonic() < deadline and has_scontrol():
+        time.sleep(AGAIN_S)
+    return job
 
 
 def job_start(env: Mapping[str, str]) -> float | None:
@@ -133,7 +169,8 @@ def expand_nodes(names: str) -> list[str]:
 
 
 def requeue_job(job_id: str) -> None:
-    """Requeue the job of this process. Raises SlurmError, also when the id is that of another job now."""
+    """Order the requeue of the job of this process, once: `insist_on_requeue` asks again. Raises
+    SlurmError, also when the id is that of another job now."""
     if TAG_VARIABLE in os.environ and (show_job(job_id) or {}).get("JobState") == REPLACED:
         raise SlurmError(f"job {job_id} is another run's now")
     scontrol("requeue", job_id)
@@ -141,8 +178,8 @@ def requeue_job(job_id: str) -> None:
 
 def note_unrecorded(job_id: str, restart: int, most: int) -> int | None:
     """Note in the comment of this process's job that nothing could be recorded of this start, its `restart`-th restart,
-    if that is so for at most `most` starts in a row. Returns for how many; None if Slurm refuses the note. Raises
-    SlurmError when it does not answer."""
+    if that is so for at most `most` starts in a row. Returns for how many; None if Slurm refuses the note. May be
+    called again for the same start. Raises SlurmError when Slurm does not answer."""
     found = re.search(r"^\s*Comment=(.*)$", scontrol("show", "job", job_id), re.MULTILINE)
     comment = found[1] if found else ""
     before = UNRECORDED.search(comment)
@@ -152,6 +189,8 @@ def note_unrecorded(job_id: str, restart: int, most: int) -> int | None:
         comment = f"{UNRECORDED.sub('', comment).strip()} laststep-unrecorded:{count}@{restart}".strip()
         try:
             scontrol("update", f"JobId={job_id}", f"Comment={comment}")
+        except Unanswered:
+            raise
         except SlurmError:
             return None
     return count
@@ -295,7 +334,8 @@ def check_conf() -> None:
 
 
 def command(*words: str) -> str:
-    """The output of a Slurm command. Raises SlurmError when it fails, is missing, or does not answer in ANSWER_S."""
+    """The output of a Slurm command. Raises SlurmError when it fails or is missing, and Unanswered when it has no
+    answer, or none in ANSWER_S."""
     check_conf()
     for _ in range(3):
         try:
@@ -303,16 +343,18 @@ def command(*words: str) -> str:
         except FileNotFoundError:
             raise SlurmMissing(f"no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
-            raise SlurmError(f"no answer within {ANSWER_S:.0f} s") from None
+            raise Unanswered(f"no answer within {ANSWER_S:.0f} s") from None
         except OSError as error:  # no process could be started: the machine is out of them, or out of memory
-            raise SlurmError(f"{words[0]} could not be started: {error.strerror or error}") from None
+            raise Unanswered(f"{words[0]} could not be started: {error.strerror or error}") from None
         if done.returncode >= 0:
             break
         # Else a signal killed it: Slurm signals every process of the job, so a second SIGTERM may hit this one too.
     if done.returncode:
-        raise SlurmError(" ".join(done.stderr.split()) or f"{words[0]} exited with {done.returncode}")
+        said = " ".join(done.stderr.split())
+        unclear = done.returncode < 0 or UNANSWERED.search(said)
+        raise (Unanswered if unclear else SlurmError)(said or f"{words[0]} exited with {done.returncode}")
     if is_half(done.stdout):
-        raise SlurmError(f"{words[0]} has answered only in part")
+        raise Unanswered(f"{words[0]} has answered only in part")
     return done.stdout
 
 

@@ -36,7 +36,7 @@ from laststep.config.schema import Launch
 from laststep.job import nodes
 from laststep.ranks.launchers import BATCH_HOST, RESTARTS, UNDECIDED, WORKING_FOLDER
 from laststep.ranks.process import kill_children
-from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE, UNENDED, SlurmError
+from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE, UNANSWERED, UNENDED, SlurmError
 from laststep.rundir import RunDir
 from laststep.runs import run_folders
 from laststep.runs.queue import id_of_tag
@@ -238,7 +238,8 @@ def _requeue_unrecorded(launch: Launch) -> list[str]:
     where the disk fails, with Slurm alone, see `note_unrecorded` in laststep/ranks/slurm.py."""
     needs, leaves = launch.job_nodes.partition("-")[0], int(launch.exclude_after is not None)
     return [
-        f"unended='({'|'.join(UNENDED)})' max_failures={launch.max_failures} needs={needs} leaves={leaves}",
+        f"unended='({'|'.join(UNENDED)})' unanswered='{UNANSWERED.pattern}'",
+        f"max_failures={launch.max_failures} needs={needs} leaves={leaves}",
         *_REQUEUE_UNRECORDED.splitlines(),
     ]
 
@@ -246,7 +247,18 @@ def _requeue_unrecorded(launch: Launch) -> list[str]:
 _REQUEUE_UNRECORDED = r"""# For a node on which not even Python starts: requeue the job, unless Slurm has ended it.
 requeue_unrecorded() {
     [ -z "${LASTSTEP_CHAIN-}" ] || return 0  # the next job of the chain continues the run
-    shown=$(scontrol show job $SLURM_JOB_ID --all) || return 0
+    shopt -s nocasematch
+    SECONDS=0 said=
+    until try_to_requeue; do  # a controller that is busy, or just restarting, is asked again
+        if ((SECONDS > 130)) || [[ ! $answer =~ $unanswered ]]; then
+            echo "[laststep] not requeued: ${answer:-scontrol failed}"
+            return 0
+        fi
+        sleep 2
+    done
+}
+try_to_requeue() {  # fails with Slurm's $answer. It may have carried out the order, so it shows the job first
+    answer=$(scontrol show job $SLURM_JOB_ID --all 2>&1) && shown=$answer || return 1
     [[ $shown =~ JobState=$unended[[:space:]] ]] || return 0
     [[ $shown != *laststep:* || $shown == *"${LASTSTEP_JOB_TAG-}"* ]] || return 0  # another job has the id now
     restart=${SLURM_RESTART_COUNT:-0} again=1  # the job's comment says for how many starts in a row this was so
@@ -255,18 +267,23 @@ requeue_unrecorded() {
     fi
     comment=$(echo "$shown" | sed -n 's/ *laststep-unrecorded:[0-9@]*//; s/ *$//; s/^ *Comment=//p')
     comment+="${comment:+ }laststep-unrecorded:$again@$restart"
-    ((again > max_failures)) || scontrol update JobId=$SLURM_JOB_ID Comment="$comment" || again=$((restart + 1))
+    if ((again <= max_failures)) && ! answer=$(scontrol update JobId=$SLURM_JOB_ID Comment="$comment" 2>&1); then
+        [[ ! $answer =~ $unanswered ]] || return 1
+        again=$((restart + 1))  # this site forbids to change comments
+    fi
     if ((again > max_failures)); then
         echo "[laststep] not requeued: Python did not start in the last $again starts of this job" \
             "(launch.max_failures=$max_failures)"
         return 0
     fi
-    echo "[laststep] requeueing job $SLURM_JOB_ID: Python does not start on $SLURMD_NODENAME, or hangs"
-    scontrol requeue $SLURM_JOB_ID && ((leaves)) || return 0
+    [ $said ] || echo "[laststep] requeueing job $SLURM_JOB_ID: Python does not start on $SLURMD_NODENAME, or hangs"
+    said=1
+    answer=$(scontrol requeue $SLURM_JOB_ID 2>&1) || return 1
+    ((leaves)) || return 0
     [[ $shown =~ ExcNodeList=([^[:space:]]+) ]] && bad=${BASH_REMATCH[1]} && [ $bad != '(null)' ] || bad=
     [[ $(scontrol show partition $SLURM_JOB_PARTITION --all) =~ TotalNodes=([0-9]+) ]] || return 0
     left=$((BASH_REMATCH[1] - $(scontrol show hostnames "$bad" | wc -l)))
-    ((left <= needs)) || scontrol update JobId=$SLURM_JOB_ID ExcNodeList=${bad:+$bad,}$SLURMD_NODENAME
+    ((left <= needs)) || scontrol update JobId=$SLURM_JOB_ID ExcNodeList=${bad:+$bad,}$SLURMD_NODENAME || :
 }
 """.replace("LASTSTEP_JOB_TAG", TAG_VARIABLE).replace("LASTSTEP_CHAIN", CHAIN_VARIABLE)
 
@@ -403,8 +420,6 @@ TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 SBATCH_S = 120.0
 # How long a job is looked for that Slurm may have taken; then the next command does that.
 LOOK_S, POLL_S = 20.0, 1.0
-# What sbatch says when the request may have arrived although it has no answer (slurm_errno.c), or nothing.
-UNCLEAR = re.compile(r"timed out|zero bytes|unexpected message|protocol|(send|receive) failure|connection|^$", re.I)
 # The limits on jobs in the queue (MaxSubmitJobs and the like), as sbatch names them.
 SUBMIT_LIMIT = re.compile(r"\b\w*Submit\w*(Limit|PerUser|PerAccount)\b")
 PICKLES = "[0-9a-f]" * 32 + ".pkl"  # submitit's, until it knows the job's id
@@ -472,7 +487,8 @@ def submit_jobs(executor: SlurmExecutor, functions: Sequence[Callable[[], T]]) -
         if any(text in reason for text in ("connect failure", "configuration source")):
             last = reason.rpartition("; ")[2].removeprefix("sbatch: fatal: ")
             raise ConfigError(f"no Slurm answers here ({last}): {machine_checks.without_slurm()}") from None
-        if isinstance(error, FailedSubmissionError) or UNCLEAR.search(str(error).strip()):
+        said = str(error).strip()
+        if isinstance(error, FailedSubmissionError) or not said or UNANSWERED.search(said):
             raise NoAnswer(f"sbatch has not answered ({reason})") from None
         if limit := SUBMIT_LIMIT.search(reason):
             raise TooManyJobs(limit[0]) from None

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 
+from laststep.attempt import ending
+from laststep.attempt.ending import AttemptState
 from laststep.attempt.restart import Actor, Follows, Verdict, what_follows, who_acts
 from laststep.config.schema import Launch
 from laststep.ranks.fault import Fault
 from laststep.ranks.slurm import Job
 from laststep.ranks.world import World
+from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.records.retry import Decision, Next
+from laststep.rundir import RunDir
+from tests.support.commands import FakeSlurm
 from tests.support.records import a_world
 
 RESTART, REQUEUE, USED_UP = Decision(Next.RESTART), Decision(Next.REQUEUE), Decision(Next.END, "the budget is used up")
@@ -53,6 +61,21 @@ NEW_STEP: Starts = Follows.NEW_STEP
 def test_what_follows(policy: Decision, job: Job, asker: Starts | None, obstacle: str, verdict: Verdict) -> None:
     """Each process that may be the last one alive gets the same decision."""
     assert what_follows(policy, job, 0, Launch(), asker, lambda: obstacle) == verdict
+
+
+def test_rank_0_requeues_while_slurmctld_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a user's own batch script nobody else does it: the run ended after a stop that had saved every step."""
+    slurm = FakeSlurm("n1")
+    slurm.busy = ["requeue"]
+    monkeypatch.setattr(subprocess, "run", slurm.answer)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    run, world = RunDir(tmp_path), a_world(launcher="srun", on_slurm=True)
+    begin_attempt(run, world, 0)
+    record = end_attempt(run, world, Launch(), "preempted", 1, 1)
+    ending.requeue(cast(AttemptState, SimpleNamespace(world=world, run_dir=run)), record)
+    assert slurm.requeues == 1 and f"] requeued job {world.job_id}\n" in capsys.readouterr().out
 
 
 SUBMITTED = a_world(launcher="submitit-slurm", on_slurm=True)

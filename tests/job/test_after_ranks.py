@@ -93,6 +93,35 @@ def test_slurmctld_goes_away_before_the_requeue(
     assert "not requeued" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("carries_out", [False, True])
+def test_slurmctld_is_too_busy_to_answer(
+    run: RunDir,
+    slurm: FakeSlurm,
+    carries_out: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The order times out, then Slurm shows the job. That was taken for a refusal, and the run ended for good. If the
+    order was carried out all the same, a second one would hit the job's next start."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    slurm.busy, slurm.carries_out = ["requeue"], carries_out
+    after_ranks(run, begin(run), LAUNCH, KILLED)
+    assert slurm.requeues == 1 and ends(run) == [("lost", True)]
+    assert "not requeued" not in capsys.readouterr().out
+
+
+def test_cancelled_while_slurmctld_is_busy(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second order would start again what the user has ended since the first one."""
+
+    def cancel(_: float) -> None:
+        slurm.job = {"JobState": "COMPLETING", "Restarts": 0}
+
+    monkeypatch.setattr(time, "sleep", cancel)
+    slurm.busy = ["requeue"] * 2
+    after_ranks(run, begin(run), LAUNCH, KILLED)
+    assert slurm.requeues == 0 and ends(run) == [("lost", False)]
+
+
 def test_slurm_requeues_and_reports_an_error(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """An expedited job must not be forbidden to return then, and the log must not say that it will not."""
     slurm.lies = True
@@ -484,6 +513,20 @@ def test_the_disk_is_full(run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureF
     slurm.refuses = True
     with full(run):
         assert limit in start(9), "a site may forbid to change comments: then the job's restarts count"
+
+
+@pytest.mark.parametrize("order", ["update", "requeue"])
+def test_the_disk_is_full_and_slurmctld_busy(
+    run: RunDir, slurm: FakeSlurm, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer that is late says nothing about the job: it must neither end the run nor count as a refusal of the
+    note, after which all earlier restarts would count."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    slurm.job = {"JobState": "RUNNING", "Restarts": 3}
+    slurm.busy = [order]
+    with full(run):
+        after_ranks(run, replace(WORLD, restart=3), LAUNCH, KILLED)
+    assert slurm.requeues == 1 and slurm.job["Comment"].endswith("laststep-unrecorded:1@3")
 
 
 def test_the_end_cannot_be_recorded(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,17 +139,43 @@ def test_spare_nodes_of_a_range(run: RunDir, allocated: str, trained: str) -> No
 # A job of Slurm's, as scontrol shows and changes it: a file of one field per line.
 SCONTROL = r"""#!/bin/bash
 cd {folder}
+if [ -e busy ] && [ "$1" = "$(<busy)" ]; then
+    rm busy
+    [ ! -e carries_out ] || {{ echo $1 >>orders; sed -i s/RUNNING/PENDING/ job; }}
+    echo "scontrol: error: Socket timed out on send/recv operation" >&2
+    exit 1
+fi
 case "$1 $2" in
 "show job") cat job ;;
 "show partition") echo "PartitionName=main TotalNodes=$(<total)" ;;
 "show hostnames") tr , '\n' <<<"$3" ;;
-"requeue 7") echo requeue >>orders ;;
+"requeue 7")
+    [ ! -e disabled ] || {{ echo "Operation disabled" >&2; exit 1; }}
+    echo requeue >>orders
+    ;;
 "update JobId=7")
     [ ! -e refuses ] || exit 1
     echo "$3" >>orders
     sed -i "s/^   ${{3%%=*}}=.*/   $3/" job ;;
 esac
 """
+
+
+def programs(folder: Path, **texts: str) -> None:
+    """Write programs in bash, by name, which the shell finds first."""
+    for name, text in texts.items():
+        (folder / name).write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
+def failed_job(run: RunDir, restart: int) -> str:
+    """What the shell prints in this start of a job whose ranks fail."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURMD_NODENAME": f"n{restart}"}
+    env |= {"SLURM_JOB_PARTITION": "main", TAG_VARIABLE: "laststep:0123456789ab"}
+    lines = ["set -eu", *sbatch.after_ranks(run, Launch(nodes=2, max_failures=2)), "exit 9"]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -159,10 +185,7 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
     user's as well, and what follows depends on Slurm alone."""
     folder = run.path.parent
     monkeypatch.setattr("sys.executable", str(folder / ("python" if hangs else "no python")))
-    (folder / "python").write_text("#!/bin/bash\nkill -KILL $$  # as `timeout` would\n")
-    (folder / "scontrol").write_text(SCONTROL.format(folder=folder))
-    for name in ("python", "scontrol"):
-        (folder / name).chmod(0o755)
+    programs(folder, python="kill -KILL $$  # as `timeout` would", scontrol=SCONTROL.format(folder=folder))
 
     def start(restart: int, state: str = "RUNNING") -> list[str]:
         """What scontrol is ordered in this start of the job."""
@@ -170,14 +193,7 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
         job = "\n".join(line for line in job.splitlines() if "JobState" not in line)
         (folder / "job").write_text(f"{job}\n   JobState={state} Reason=None\n")
         (folder / "orders").write_text("")
-        env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURMD_NODENAME": f"n{restart}"}
-        env |= {"SLURM_JOB_PARTITION": "main", TAG_VARIABLE: "laststep:0123456789ab"}
-        lines = ["set -eu", *sbatch.after_ranks(run, Launch(nodes=2, max_failures=2)), "exit 9"]
-        done = subprocess.run(
-            ["bash", "-c", "\n".join(lines)], env={**os.environ, **env}, capture_output=True, text=True
-        )
-        assert done.returncode == 9, done.stderr
-        said.append(done.stdout)
+        said.append(failed_job(run, restart))
         return (folder / "orders").read_text().splitlines()
 
     said: list[str] = []
@@ -197,13 +213,44 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
     assert start(0) == [], "another job has the id now"
 
 
+@pytest.mark.parametrize(
+    ("busy", "carries_out"), [("show", False), ("update", False), ("requeue", False), ("requeue", True)]
+)
+def test_python_does_not_start_and_slurmctld_is_busy(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, busy: str, carries_out: bool
+) -> None:
+    """One answer that is late must not end the run: nobody else is left who could continue it. An order whose answer
+    is lost may be carried out; it is not given again."""
+    folder = run.path.parent
+    monkeypatch.setattr("sys.executable", str(folder / "no python"))
+    programs(folder, scontrol=SCONTROL.format(folder=folder), sleep="")
+    (folder / "job").write_text(f"{COMMENT}\n   JobState=RUNNING Reason=None\n")
+    (folder / "total").write_text("4")
+    (folder / "busy").write_text(busy)
+    if carries_out:
+        (folder / "carries_out").touch()
+    said = failed_job(run, restart=3)
+    orders = (folder / "orders").read_text().splitlines()
+    assert orders.count("requeue") == 1 and f"{COMMENT.splitlines()[-1].strip()} laststep-unrecorded:1@3" in orders
+    assert not (folder / "busy").exists() and "not requeued" not in said
+
+
+def test_python_does_not_start_and_slurm_refuses(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has ended, and its log must say so, and why: there is no other trace of it."""
+    folder = run.path.parent
+    monkeypatch.setattr("sys.executable", str(folder / "no python"))
+    programs(folder, scontrol=SCONTROL.format(folder=folder), sleep="")
+    (folder / "job").write_text(f"{COMMENT}\n   JobState=RUNNING Reason=None\n")
+    (folder / "disabled").touch()
+    assert failed_job(run, restart=0).endswith("\n[laststep] not requeued: Operation disabled\n")
+    (folder / "scontrol").write_text("#!/bin/bash\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
+    assert failed_job(run, restart=0) == "[laststep] not requeued: slurm_load_jobs error: Invalid job id specified\n"
+
+
 def test_after_ranks_has_decided(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the shell does nothing of its own, also if the program was killed while it read checkpoints."""
     folder = run.path.parent
-    (folder / "python").write_text('#!/bin/bash\nrm "$LASTSTEP_UNDECIDED"\nkill -KILL $$\n')
-    (folder / "scontrol").write_text(f"#!/bin/bash\necho $* >>{folder}/orders\n")
-    for name in ("python", "scontrol"):
-        (folder / name).chmod(0o755)
+    programs(folder, python='rm "$LASTSTEP_UNDECIDED"; kill -KILL $$', scontrol=f"echo $* >>{folder}/orders")
     monkeypatch.setattr("sys.executable", str(folder / "python"))
     lines = [*sbatch.after_ranks(run, SPARE), "exit 9"]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env={**os.environ, "SLURM_JOB_ID": "7"})

@@ -284,6 +284,8 @@ class FakeSlurm:
         self.partition_nodes = 5
         self.refuses = self.missing = False  # orders; every command
         self.lies = False  # it carries out an order, and reports an error
+        self.busy: list[str] = []  # orders that time out, as `scontrol requeue` does; it still shows the job
+        self.carries_out = False  # an order that times out is carried out
         self.away_for = 0  # how often an order, or the question that follows it, finds slurmctld away
         self.requeues = 0
         self._asked = False
@@ -309,6 +311,12 @@ class FakeSlurm:
             return _failed(words, "Unable to contact slurm controller (connect failure)")
         if words[1] == "--version":
             return _done(words, "slurm 22.05.8")
+        if words[1] in self.busy:
+            self.busy.remove(words[1])
+            if self.carries_out:
+                self.requeues += 1
+                self.job["JobState"] = "PENDING"
+            return _failed(words, f"{words[-1]}: Socket timed out on send/recv operation\n")
         if words[0] == "srun":
             (node,) = (word.partition("=")[2] for word in words if word.startswith("--nodelist="))
             return _failed(words, "") if node in self.silent else _done(words)
