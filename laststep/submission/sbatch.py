@@ -191,6 +191,15 @@ def after_ranks(run: RunDir, launch: Launch) -> list[str]:
     return [
         *run_folders.trusted_in_shell(run),
         *_requeue_unrecorded(launch),
+        "# Run a program, and kill it after $1 seconds. It ignores the signals that this shell ignores; under",
+        "# `timeout` it would not.",
+        "at_most() {",
+        '    "${@:2}" &',
+        "    program=$!",
+        "    (for ((second = 0; second < $1; second++)); do sleep 1; kill -0 $program || exit; done",
+        "    kill -KILL $program) >/dev/null 2>&1 &",
+        "    wait $program",
+        "}",
         "# This shell outlives all ranks. If they fail or are killed, it decides what follows: a restart (status 0), a",
         "# requeue, or the end.",
         "after_ranks() {",
@@ -199,7 +208,7 @@ def after_ranks(run: RunDir, launch: Launch) -> list[str]:
         "    (",
         "        trap '' TERM USR1 USR2",
         f"        cd {copy} || :  # on a bad mount; the setup may have set -e",
-        f"        timeout -s KILL 300 {python} -m laststep.job.after_ranks {folder} $1 ${{setup_line-}} && exit",
+        f"        at_most 300 {python} -m laststep.job.after_ranks {folder} $1 ${{setup_line-}} && exit",
         f'        [ ! -e "${UNDECIDED}" ] || {{ rm -f "${UNDECIDED}"; requeue_unrecorded || :; }}',
         "        exit $1",
         "    )",
@@ -226,8 +235,7 @@ def _in_chain(run: RunDir, launch: Launch, chain: str) -> list[str]:
     return [
         f"export {CHAIN_VARIABLE}={chain}",
         "in_chain() {",
-        f"    (trap '' TERM USR1 USR2; cd {copy} || :; exec timeout -s KILL 300 {python} -m laststep.submission.chain"
-        f" {folder} $1)",
+        f"    (trap '' TERM USR1 USR2; cd {copy} || :; at_most 300 {python} -m laststep.submission.chain {folder} $1)",
         "}",
         f"in_chain begins || [ $? != {NOTHING_TO_DO} ] || {{ trap - EXIT; exit 0; }}",
     ]

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from laststep.config.checks import nodes_for
 from laststep.config.config import Config
 from laststep.config.schema import Launch
+from laststep.ranks.process import session
 from laststep.ranks.slurm import CHAIN_VARIABLE, TAG_VARIABLE
 from laststep.rundir import RunDir
 from laststep.submission import chain, sbatch
@@ -185,7 +187,7 @@ def test_python_does_not_start(run: RunDir, monkeypatch: pytest.MonkeyPatch, han
     user's as well, and what follows depends on Slurm alone."""
     folder = run.path.parent
     monkeypatch.setattr("sys.executable", str(folder / ("python" if hangs else "no python")))
-    programs(folder, python="kill -KILL $$  # as `timeout` would", scontrol=SCONTROL.format(folder=folder))
+    programs(folder, python="kill -KILL $$  # as `at_most` would", scontrol=SCONTROL.format(folder=folder))
 
     def start(restart: int, state: str = "RUNNING") -> list[str]:
         """What scontrol is ordered in this start of the job."""
@@ -245,6 +247,43 @@ def test_python_does_not_start_and_slurm_refuses(run: RunDir, monkeypatch: pytes
     assert failed_job(run, restart=0).endswith("\n[laststep] not requeued: Operation disabled\n")
     (folder / "scontrol").write_text("#!/bin/bash\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
     assert failed_job(run, restart=0) == "[laststep] not requeued: slurm_load_jobs error: Invalid job id specified\n"
+
+
+def test_python_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it imports from a mount that does not answer. It is killed after 300 s, or the nodes would be idle until the
+    time limit."""
+    folder = run.path.parent
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    programs(folder, scontrol=SCONTROL.format(folder=folder), python="kill -STOP $$", sleep="echo $1 >>$0.s")
+    (folder / "job").write_text(f"{COMMENT}\n   JobState=RUNNING Reason=None\n")
+    (folder / "total").write_text("4")
+    failed_job(run, restart=0)
+    assert "requeue" in (folder / "orders").read_text().splitlines()
+    assert (folder / "sleep.s").read_text().splitlines() == ["1"] * 300
+
+
+@pytest.mark.parametrize("program", ["after_ranks", "chain"])
+def test_a_signal_while_python_starts(run: RunDir, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Slurm sends SIGTERM to all processes of the job. Python, which cannot ignore it yet, died while it imported: a
+    job that a preemption had ended was not requeued, and in any other a good node was taken for a bad one."""
+    folder = run.path.parent
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    programs(folder, python='touch $0.runs; until [ -e $0.go ]; do sleep 0.05; done; echo "$2" >>$0.done; exit 1')
+    programs(folder, scontrol="exit 1")
+    lines = sbatch.after_ranks(run, SPARE)
+    if program == "chain":
+        lines += sbatch._in_chain(run, SPARE, "laststep:0123456789ab")
+    python = folder / "python"
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "-c", "\n".join([*lines, "exit 9"])], env=env, start_new_session=True) as process:
+        wait_until(python.with_name("python.runs").exists, "the program was not started")
+        for pid in [process.pid, *session(process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        python.with_name("python.go").touch()
+        assert process.wait(DEADLINE_S) == 9
+    module = "laststep.job.after_ranks" if program == "after_ranks" else "laststep.submission.chain"
+    assert python.with_name("python.done").read_text().splitlines()[0] == module
 
 
 def test_after_ranks_has_decided(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
