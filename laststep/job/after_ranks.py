@@ -138,6 +138,8 @@ class AfterRanks:
             self._kept_step = cache(lambda: newest_step(run, say))
             self._log = self._newest_log()
             self._failed_start = self._why_not_started(status, setup_line)
+            # With any status, a line of launch.setup has failed.
+            self._asked_to_stop = nodes.asked_to_stop(self._log, status if setup_line is None else 0)
             killed = nodes.where_killed(self._log)
             self._ended = ended_attempts(run, self._kept_step, blamed=killed)
             of_allocation = [record for record in self._ended if belongs_to(record, world)]
@@ -276,7 +278,7 @@ class AfterRanks:
         """Record an attempt that ended before it began: a node could not start it, or Python was killed while it
         started, or it was cancelled. Returns the record, and whether srun has named nodes that are lost."""
         run, world, launch = self._run, self._world, self._launch
-        asked, lost = nodes.asked_to_stop(self._log), list[str]()
+        asked, lost = self._asked_to_stop, list[str]()
         now = time.time() + (kill_limits().clock_ahead_s if asked else 0.0)
         cause = judge(asked or signal.SIGTERM, job, world.restart, launch.signal_delay_s, now)
         error, step = cause.error, self._kept_step()

@@ -116,10 +116,12 @@ def where_killed(text: str) -> list[str]:
     return list(found) if len(found) == 1 else []
 
 
-def asked_to_stop(text: str) -> signal.Signals | None:
-    """The signal that asked for a stop and ended a rank which could not handle it yet, by what srun has printed."""
-    found = _ASKED_TO_STOP.search(text)
-    return signal.Signals[f"SIGUSR{found[1]}"] if found else None
+def asked_to_stop(text: str, status: int) -> signal.Signals | None:
+    """The signal that asked for a stop and ended a rank which could not handle it yet, by what srun has printed, or by
+    its exit status: what srun prints in a user's own batch script may be in any file."""
+    if found := _ASKED_TO_STOP.search(text):
+        return signal.Signals[f"SIGUSR{found[1]}"]
+    return next((number for number in (signal.SIGUSR1, signal.SIGUSR2) if status == 128 + number), None)
 
 
 def keep_from_bad_nodes(run: RunDir, job_id: str, launch: Launch) -> None:

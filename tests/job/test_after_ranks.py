@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -362,6 +363,20 @@ def test_slurm_ended_it_before_it_began(
     assert slurm.requeues == 0 and ends(run) == recorded
 
 
+@pytest.mark.parametrize(("left_s", "reason"), [(60, "timeout"), (7200, "preempted")])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_asked_to_stop_before_it_began(
+    run: RunDir, slurm: FakeSlurm, number: signal.Signals, left_s: int, reason: Reason
+) -> None:
+    """The warning of a time limit, or of a preemption, ends a rank that has no handler for it yet. In a user's own
+    batch script (examples/srun.sbatch) the log with srun's words is elsewhere, so only srun's status says it. It
+    counted as a failure, and a few of them ended the run."""
+    ends_at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left_s))
+    slurm.job = {"JobState": "RUNNING", "Restarts": 0, "EndTime": ends_at}
+    after_ranks(run, WORLD, replace(LAUNCH, max_failures=0), 128 + number)
+    assert slurm.requeues == 1 and ends(run) == [(reason, True)]
+
+
 def test_why_it_failed_before_it_began(run: RunDir, slurm: FakeSlurm) -> None:
     """`status` shows the error: it must say which line of the setup, which program, or what the log ends with."""
     launch = replace(LAUNCH, max_failures=0)
@@ -379,6 +394,13 @@ def test_why_it_failed_before_it_began(run: RunDir, slurm: FakeSlurm) -> None:
     log = run.logs / f"{WORLD.job_id}_0_log.out"
     log.write_text("[laststep 08:00:00] attempt begins\nNo module named torch\nsrun: error: n1: task 0: Exited\n")
     assert error(launch) == "srun exited with 3 before the attempt began: No module named torch"
+
+
+def test_a_setup_line_exits_as_if_asked_to_stop(run: RunDir, slurm: FakeSlurm) -> None:
+    """Slurm signals the ranks, not the setup. Counted as a stop, a program that always exits with 140 would have the
+    job requeued without end."""
+    after_ranks(run, WORLD, replace(LAUNCH, max_failures=0, setup=["exit 140"]), 140, 1)
+    assert slurm.requeues == 0 and ends(run) == [("failed", False)]
 
 
 def test_a_cancelled_run_ends_as_cancelled(run: RunDir, slurm: FakeSlurm) -> None:

@@ -85,11 +85,10 @@ def test_where_all_ranks_were_killed(log: str, node: list[str]) -> None:
 def test_asked_to_stop() -> None:
     """Only the signals that ask for a stop count: a rank that ends with an error, or is killed, has failed."""
     log = "srun: error: n2: tasks 0-3: User defined signal 2\n"
-    assert nodes.asked_to_stop(log) is signal.SIGUSR2
-    assert (
-        nodes.asked_to_stop("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n")
-        is None
-    )
+    assert nodes.asked_to_stop(log, 137) is signal.SIGUSR2
+    killed = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n"
+    assert nodes.asked_to_stop(killed, 137) is None
+    assert nodes.asked_to_stop("", 128 + signal.SIGUSR1) is signal.SIGUSR1
 
 
 @pytest.fixture
