@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -31,6 +32,13 @@ sys.orig_argv[0] = "python"
 # tests start would inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+with contextlib.suppress(ImportError):  # on a machine with a GPU
+    from hypothesis import settings
+
+    # An example that takes 0.2 s on a busy machine is no defect, though hypothesis would call it one.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
