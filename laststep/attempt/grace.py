@@ -14,6 +14,12 @@ Rank 0 asks Slurm and tells the others through the store how many seconds are le
 signal, and every ASK_S: a job that stops for its time limit may be preempted meanwhile, or get more time. EndTime is
 compared with the controller's clock, so the clocks of the nodes need not be right. Without an answer SIGTERM counts as
 above, and SIGKILL follows a warning (SIGUSR1, SIGUSR2) after `launch.signal_delay_s`.
+
+A running job may be suspended: the clocks move on, and on its resume Slurm moves EndTime. So until Slurm has answered
+again, which rank 0 asks at once, the deadline of a running job moves by the time in which this process could not run.
+Slurm suspends no job that it has ended. There SIGKILL comes by the clock, even to a process that is stopped. A rank
+that is alive after that moment was frozen together with whatever sends SIGKILL, as on a frozen machine: it has the time
+left that it had before.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.attempt.ending import AttemptState
 from laststep.attempt.restart import USER_SIGNALS, Ending, comes_back, judge, usual_ending
 from laststep.config.schema import Launch
-from laststep.ranks.process import SIGNALLED, Signals, start_thread
+from laststep.ranks.process import SIGNALLED, Signals, paused_s, start_thread
 from laststep.ranks.slurm import (
     DEFAULT_KILL_WAIT_S,
     NEVER,
@@ -59,6 +65,8 @@ POLL_S = 0.5
 KEY = "grace/outlook"
 # A deadline that comes nearer by less is the same deadline: Slurm's times are whole seconds.
 SAME_S = 2.0
+# A rank that could not run for this long asks Slurm again.
+PAUSE_S = 2.0
 # Launchers outside Slurm that kill, or are killed, some time after a SIGTERM.
 KILLED_ELSEWHERE = ("torchrun", "mpirun", "env", "ray")
 
@@ -68,6 +76,7 @@ class Outlook(NamedTuple):
 
     kill_at: float  # time.monotonic() of SIGKILL; NEVER: none follows
     cause: Ending
+    moves: bool = False  # whether Slurm moves it when it suspends the job
 
 
 def seconds_left(job: Job, restart: int, limits: KillLimits, now: float, since_term_s: float | None) -> float:
@@ -128,13 +137,14 @@ class GracePeriod:
         self._state = state
         self._outlook: Outlook | None = None
         self._since = 0.0  # since when the deadline is the one that it is
-        self._learned_at = 0.0  # when it was confirmed last
+        self._learned_at = 0.0  # when the question was asked that confirmed it last
         self._limits: KillLimits | None = None
         self._ran_at: float | None = None  # when Slurm said last that the job has not ended
         self._ended_at: float | None = None  # when Slurm ended it
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._round = 0  # of what rank 0 has said: an older one is a replay
+        paused_s(time.monotonic())  # begin to count
 
     # --- what there is time for
 
@@ -146,14 +156,16 @@ class GracePeriod:
     def gives_up_step(self, saves: bool = True) -> bool:
         """Whether a step still running must be given up now, to leave time for saving the one before, or where nothing
         can be saved then, for recording the end."""
+        now = time.monotonic()  # first: this process may be suspended between the two
         since, kill_at = self._period()
         half_s = (kill_at - since) / 2
         given_s = half_s if saves else max(half_s, kill_at - since - UNSAVED_END_S)
-        return time.monotonic() - since > given_s
+        return now - since > given_s
 
     def is_over(self) -> bool:
         """Whether it is too late to save anything."""
-        return time.monotonic() > self._period()[1] - LAST_MOMENT_S
+        now = time.monotonic()  # first: this process may be suspended between the two
+        return now > self._period()[1] - LAST_MOMENT_S
 
     @property
     def cause(self) -> Ending:
@@ -176,17 +188,23 @@ class GracePeriod:
             self._thread.join(timeout=5)
 
     def _period(self) -> tuple[float, float]:
-        """Since when the deadline is known, and the deadline, as time.monotonic()."""
+        """Since when the deadline is known, and the deadline, as time.monotonic(); both moved by the time in which this
+        process could not run, where that moves the deadline."""
         known = self._outlook
         usual = [
-            (at + self._usual_s(number), at)
+            _moved(at + self._usual_s(number), at, at, number in USER_SIGNALS and not self._launcher_kills)
             for number, at in self._received()
             if known is None or (number == signal.SIGTERM and at > self._learned_at)
         ]
         if known is not None:
-            usual.append((known.kill_at, self._since))
+            usual.append(_moved(known.kill_at, self._since, self._learned_at, known.moves))
         kill_at, since = min(usual, default=(NEVER, 0.0))
         return since, kill_at
+
+    @property
+    def _launcher_kills(self) -> bool:
+        """Whether a launcher kills the ranks some time after any signal, also within a job."""
+        return self._state.world.launcher in ("torchrun", "mpirun")
 
     def _received(self) -> list[tuple[signal.Signals, float]]:
         """The signals of this attempt that this rank knows of."""
@@ -209,13 +227,14 @@ class GracePeriod:
         return NEVER if world.supervised else grace_s or NEVER
 
     def _follow(self) -> None:
-        state, heard, ask_at = self._state, 0, 0.0
+        state, heard, asked_at, answered_at = self._state, 0, 0.0, 0.0
         store: dist.Store | SealedStore | None = None
         while not self._closed.is_set():
-            if state.world.rank == 0 and (len(self._received()) != heard or time.monotonic() >= ask_at):
-                heard = len(self._received())
-                self._ask()
-                ask_at = time.monotonic() + ASK_S
+            is_due = time.monotonic() >= answered_at + ASK_S or paused_s(asked_at) > PAUSE_S
+            if state.world.rank == 0 and (is_due or len(self._received()) != heard):
+                heard, asked_at = len(self._received()), time.monotonic()
+                self._ask(asked_at)
+                answered_at = time.monotonic()
             if state.group is not None and state.group.world.size > 1 and not self._closed.is_set():
                 try:
                     store = store or state.group.store.clone()  # a client serves one caller at a time
@@ -229,43 +248,63 @@ class GracePeriod:
         if self._state.world.rank == 0:
             if self._outlook is not None:
                 self._round += 1
-                left_s = self._period()[1] - time.monotonic()
-                store.set(KEY, json.dumps([self._round, left_s, self._outlook.cause]))
+                now = time.monotonic()  # first: this process may be suspended between the two
+                left_s = self._period()[1] - now
+                store.set(KEY, json.dumps([self._round, left_s, self._outlook.cause, self._outlook.moves]))
         elif store.check([KEY]):
-            number, left_s, cause = json.loads(store.get(KEY))
+            asked_at = time.monotonic()
+            number, left_s, cause, moves = json.loads(store.get(KEY))
             if number > self._round:
                 self._round = number
-                self._learn(Outlook(time.monotonic() + left_s, Ending(*cause)))
+                self._learn(Outlook(asked_at + left_s, Ending(*cause), moves), asked_at)
 
-    def _ask(self) -> None:
-        """Ask Slurm why this attempt stops, and how long it lives."""
+    def _ask(self, asked_at: float) -> None:
+        """Ask Slurm why this attempt stops, and how long it lives. `asked_at`: time.monotonic() of now. A rank that is
+        suspended meanwhile counts the answer from then, and asks again."""
         state, launch = self._state, self._state.config.launch
         job = show_job(state.world.job_id)
         if job is None or state.signal is None:
             return
-        if self._limits is None:
-            self._limits = kill_limits(job.get("Partition", ""))
+        limits = self._limits
+        if limits is None:
+            limits = kill_limits(job.get("Partition", ""))
             if self.kill_wait_s is not None:
-                self._limits = self._limits._replace(kill_wait_s=self.kill_wait_s)
-        asked_at, now = time.monotonic(), time.time() + self._limits.clock_ahead_s
+                limits = limits._replace(kill_wait_s=self.kill_wait_s)
+            if paused_s(asked_at) > PAUSE_S:  # the clocks of Slurm and of this node were read at different times
+                return
+            self._limits = limits
+        told_at, now = time.monotonic(), time.time() + limits.clock_ahead_s
         term_at = [at for number, at in self._received() if number == signal.SIGTERM]
-        if job.get("JobState") in UNENDED and not comes_back(job, state.world.restart):
-            self._ran_at = asked_at
-            since_term_s = asked_at - term_at[0] if term_at else None
+        runs_on = job.get("JobState") in UNENDED and not comes_back(job, state.world.restart)
+        if runs_on:
+            self._ran_at = told_at
+            # srun, which may have sent it, is suspended with its job.
+            since_term_s = told_at - term_at[0] - paused_s(term_at[0]) if term_at else None
         else:
             if self._ended_at is None:  # by the newest SIGTERM, unless that was one to a job that ran on
-                self._ended_at = max([*term_at[-1:], *([self._ran_at] if self._ran_at else [])], default=asked_at)
-            since_term_s = asked_at - self._ended_at
-        left_s = seconds_left(job, state.world.restart, self._limits, now, since_term_s)
-        kills_ranks = state.world.launcher in ("torchrun", "mpirun")  # the launcher, too
-        own = [at + self._usual_s(number) for number, at in self._received() if kills_ranks]
+                self._ended_at = max([*term_at[-1:], *([self._ran_at] if self._ran_at else [])], default=told_at)
+            since_term_s = told_at - self._ended_at
+            if since_term_s > limits.kill_wait_s:  # what sends SIGKILL was frozen, too
+                since_term_s -= paused_s(self._ended_at)
+        left_s = seconds_left(job, state.world.restart, limits, now, since_term_s)
+        received = self._received() if self._launcher_kills else []
+        own = [_moved(at + self._usual_s(number), at, at, False)[0] for number, at in received]
         cause = judge(state.cause_signal or state.signal, job, state.world.restart, launch.signal_delay_s, now)
-        self._learn(Outlook(min([asked_at + left_s, *own]), cause))
+        kill_at = min([told_at + left_s, *own])
+        self._learn(Outlook(kill_at, cause, runs_on and kill_at not in own), asked_at)
 
-    def _learn(self, outlook: Outlook) -> None:
+    def _learn(self, outlook: Outlook, asked_at: float) -> None:
         known = self._outlook
         if known is None:
-            self._since = self._state.signalled_at or time.monotonic()
-        elif outlook.kill_at < known.kill_at - SAME_S:
+            self._since = self._state.signalled_at or asked_at
+        elif outlook.kill_at < _moved(known.kill_at, self._since, self._learned_at, known.moves)[0] - SAME_S:
             self._since = time.monotonic()
-        self._outlook, self._learned_at = outlook, time.monotonic()
+        self._outlook, self._learned_at = outlook, asked_at
+
+
+def _moved(kill_at: float, since: float, learned_at: float, moves: bool) -> tuple[float, float]:
+    """A deadline that was learned at `learned_at`, and since when it holds, after the pauses of this process."""
+    now = time.monotonic()
+    if moves or now > kill_at:  # in the second case what sends SIGKILL was frozen, too
+        return kill_at + paused_s(learned_at), since + paused_s(since)
+    return kill_at, since

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -174,6 +175,7 @@ def session(leader: int) -> list[int]:
 TICK_S = 0.25
 # What a pause between two ticks counts at most. Threads of a starved process tick late; that costs it nothing either.
 LONGEST_S = 1.0
+MOST_PAUSES = 1000  # that are remembered
 
 
 class _Clock:
@@ -182,14 +184,24 @@ class _Clock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counted_s, self._ticked_at = 0.0, time.monotonic()
+        # When each longer pause ended, and what of it was not counted.
+        self._missed: deque[tuple[float, float]] = deque(maxlen=MOST_PAUSES)
         threading.Thread(target=self._tick, name="clock", daemon=True).start()
 
     def read(self) -> float:
         with self._lock:
             now = time.monotonic()
-            self._counted_s += min(now - self._ticked_at, LONGEST_S)
+            pause_s = now - self._ticked_at
+            self._counted_s += min(pause_s, LONGEST_S)
             self._ticked_at = now
+            if pause_s > LONGEST_S:
+                self._missed.append((now, pause_s - LONGEST_S))
             return self._counted_s
+
+    def missed_s(self, since: float) -> float:
+        self.read()
+        with self._lock:
+            return sum(seconds for ended_at, seconds in self._missed if ended_at > since)
 
     def _tick(self) -> None:
         while True:
@@ -203,9 +215,20 @@ os.register_at_fork(after_in_child=_clocks.clear)  # a child does not have the t
 
 def run_time() -> float:
     """Seconds in which this process could run, since some moment; a forked child has its own."""
+    return _clock().read()
+
+
+def paused_s(since: float) -> float:
+    """Seconds since this time.monotonic() in which this process could not run, as `run_time` counts: it was suspended,
+    its machine was frozen, or one of its threads held the interpreter's lock in C. Known from the first call of either
+    function on."""
+    return _clock().missed_s(since)
+
+
+def _clock() -> _Clock:
     if not _clocks:
         _clocks.append(_Clock())
-    return _clocks[0].read()
+    return _clocks[0]
 
 
 ROUND_S = 0.5

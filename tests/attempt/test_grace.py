@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from signal import SIGINT, SIGTERM, SIGUSR2
 from signal import Signals as Number
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from laststep.attempt import grace
 from laststep.attempt.ending import AttemptState
 from laststep.attempt.grace import LAST_MOMENT_S, UNSAVED_END_S, GracePeriod, LimitWarning, seconds_left
 from laststep.config.schema import Launch
-from laststep.ranks.process import SIGNALLED, Signals
+from laststep.ranks import process
+from laststep.ranks.process import SIGNALLED, Signals, run_time
 from laststep.ranks.slurm import NEVER, Job, KillLimits
 from laststep.ranks.world import World
 from tests.support.project import DEADLINE_S, wait_until
@@ -55,6 +57,23 @@ def test_what_slurm_says(shown: Job, since_term_s: float | None, left_s: float) 
     """The deadline is the cluster's own: with a GraceTime of ten minutes a save of nine is no lost save, and with a
     time limit that is over there is none to come."""
     assert seconds_left(shown, 0, LIMITS, NOW, since_term_s) == left_s
+
+
+@pytest.fixture(autouse=True)
+def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clocks on, as for a process that was suspended: it has run for none of that time, or a second."""
+    monotonic, now, passed_s = time.monotonic, time.time, 0.0
+    monkeypatch.setattr(process, "_clocks", [])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed_s)
+    monkeypatch.setattr(time, "time", lambda: now() + passed_s)
+
+    def pause(seconds: float) -> None:
+        nonlocal passed_s
+        before = run_time()
+        passed_s += seconds
+        assert run_time() - before < min(seconds, 2)
+
+    return pause
 
 
 def grace_of(launch: Launch, world: World, *received: tuple[Number, float]) -> GracePeriod:
@@ -127,13 +146,13 @@ def test_rank_0_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grace, "kill_limits", lambda _: LIMITS._replace(clock_ahead_s=3600.0))
     found = grace_of(Launch(grace_s=30), IN_A_JOB, (SIGTERM, 100))
     shown.update(job("RUNNING", preempted=True) | {"EndTime": at(time.time() + 3600 + 500)})
-    found._ask()
+    found._ask(time.monotonic())
     assert not found.gives_up_step() and found.seconds() == pytest.approx(100 + 500 + 30, abs=3)
     assert found.cause.reason == "preempted" and found.cause.requeue
     found._state.signals.received.append((SIGTERM, time.monotonic()))
     assert found.seconds() == pytest.approx(30, abs=3), "until Slurm has answered, this one may be the last"
     shown.update(JobState="COMPLETING", EndTime=at(time.time() + 3600))
-    found._ask()
+    found._ask(time.monotonic())
     assert found.seconds() == pytest.approx(30, abs=3) and not found.gives_up_step() and not found.is_over()
 
 
@@ -166,3 +185,120 @@ def test_a_signal_during_the_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIGNALLED, "1")
     LimitWarning(IN_A_JOB, Launch(), Signals())._thread.join(DEADLINE_S)
     assert sent == [SIGUSR2]
+
+
+def running(left_s: float) -> dict[str, str]:
+    """A job that runs, with so long until its time limit."""
+    return job("RUNNING") | {"EndTime": at(time.time() + left_s)}
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What `scontrol show job` shows from now on; nothing: it does not answer. KillWait is 30 s."""
+    shown: dict[str, str] = {}
+    monkeypatch.setattr(grace, "show_job", lambda _: dict(shown) or None)
+    monkeypatch.setattr(grace, "kill_limits", lambda _: LIMITS._replace(over_s=0.0))
+    return shown
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_suspended_before_the_time_limit(
+    answers: bool, shown: dict[str, str], suspend: Callable[[float], None]
+) -> None:
+    """The warning has come, and the job is suspended during the step or the save. Slurm moves EndTime by as long. By
+    the clock the time was over as the ranks woke, and they exited without saving: every step since the last checkpoint
+    was lost. The deadline that counts is the one that Slurm tells next."""
+    found = grace_of(Launch(signal_delay_s=90), IN_A_JOB, (SIGUSR2, 5))
+    if answers:
+        shown.update(running(left_s=60))
+        found._ask(time.monotonic())
+    suspend(3600)
+    assert not found.is_over() and not found.gives_up_step(), "nothing of the time has been used"
+    assert found.seconds() == pytest.approx(5 + 60 + 30 if answers else 90, abs=3)
+    shown.update(running(left_s=60))
+    found._ask(time.monotonic())
+    assert not found.is_over() and not found.gives_up_step()
+    shown.update(running(left_s=-29))
+    found._ask(time.monotonic())
+    assert found.is_over(), "a machine was frozen, of which Slurm knows nothing: it kills the job at its time limit"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_paused_within_the_kill_wait(answers: bool, shown: dict[str, str], suspend: Callable[[float], None]) -> None:
+    """Slurm suspends no job that it has ended, and counts KillWait by the clock: a rank in which C code has held the
+    interpreter's lock must not believe that it has more time. But if SIGKILL has not come in time, what sends it was
+    frozen with the rank, which still has the time to save."""
+    found = grace_of(Launch(grace_s=30), IN_A_JOB, (SIGTERM, 0))
+
+    def ask() -> None:
+        shown.update(job("COMPLETING") if answers else {})
+        found._ask(time.monotonic())
+
+    ask()
+    suspend(20)
+    assert found.gives_up_step() and not found.is_over()
+    ask()
+    suspend(8)
+    assert found.is_over(), "SIGKILL comes in 2 s"
+    suspend(3600)
+    assert not found.is_over()
+    ask()
+    assert not found.is_over()
+
+
+def test_a_signal_by_hand_and_a_suspension(shown: dict[str, str], suspend: Callable[[float], None]) -> None:
+    """`kill` has sent SIGTERM to a job that runs on. It may have been srun, after whose SIGTERM the ranks are killed;
+    but srun is suspended with the job."""
+    found = grace_of(Launch(grace_s=30), IN_A_JOB, (SIGTERM, 0))
+    for _ in range(2):
+        shown.update(running(left_s=9000))
+        found._ask(time.monotonic())
+        assert not found.is_over() and not found.gives_up_step()
+        suspend(3600)
+        assert not found.is_over() and not found.gives_up_step()
+
+
+def test_the_other_ranks_wake_first(shown: dict[str, str], suspend: Callable[[float], None]) -> None:
+    """They know the deadline from rank 0, which has not told the new one yet. One rank that exits ends the attempt."""
+    told: dict[str, str] = {}
+    store: Any = SimpleNamespace(set=told.__setitem__, get=told.__getitem__, check=lambda keys: keys[0] in told)
+    first = grace_of(Launch(), IN_A_JOB, (SIGUSR2, 0))
+    shown.update(running(left_s=60))
+    first._ask(time.monotonic())
+    first._exchange(store)
+    other = grace_of(Launch(), a_world(rank=1, size=2, launcher="submitit-slurm"), (SIGUSR2, 0))
+    other._exchange(store)
+    assert other.seconds() == pytest.approx(60 + 30, abs=3)
+    suspend(3600)
+    assert not other.is_over() and not other.gives_up_step()
+    first._exchange(store)
+    other._exchange(store)
+    assert not other.is_over() and not other.gives_up_step(), "nor after rank 0 has told what it knew before"
+
+
+def test_rank_0_asks_at_once_when_it_wakes(
+    shown: dict[str, str], suspend: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may come a moment before the job is suspended, and be read when it wakes: by it the time limit is long
+    over. And after a pause that Slurm does not know of, its next answer shows how little time is left."""
+    asked: list[float] = []
+
+    def answer(_: str) -> dict[str, str]:
+        asked.append(time.monotonic())
+        answered = running(left_s=60)
+        if len(asked) == 1:
+            suspend(3600)
+        return answered
+
+    monkeypatch.setattr(grace, "ASK_S", 1e9)
+    monkeypatch.setattr(grace, "show_job", answer)
+    found = grace_of(Launch(), IN_A_JOB, (SIGUSR2, 0))
+    found._ask(time.monotonic())
+    assert not found.is_over() and not found.gives_up_step()
+    found.follow()
+    try:
+        wait_until(lambda: len(asked) == 2, "it does not ask")
+        suspend(4)
+        wait_until(lambda: len(asked) == 3, "it waits for its next turn")
+    finally:
+        found.close()
