@@ -194,7 +194,9 @@ def _why_too_late(job: Job, launch: Launch) -> str:
     """Why nothing can start in the job's allocation any more; empty if it can."""
     if job.get("JobState") not in UNENDED:
         return f"the job is {job.get('JobState')}"
-    left_s = unix_time(job.get("EndTime", "")) - time.time()
+    ends_at = unix_time(job.get("EndTime", ""))
+    # By the controller's clock: on a node that is ahead of it, the time limit would always seem to be near.
+    left_s = ends_at - time.time() - (kill_limits().clock_ahead_s if ends_at < NEVER else 0.0)
     if left_s <= launch.signal_delay_s + EARLY_S:  # the ranks that received its warning have ended
         return "its time limit is near"
     return ""

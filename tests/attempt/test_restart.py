@@ -11,12 +11,12 @@ from typing import Literal, cast
 
 import pytest
 
-from laststep.attempt import ending
+from laststep.attempt import ending, restart
 from laststep.attempt.ending import AttemptState
 from laststep.attempt.restart import Actor, Follows, Verdict, what_follows, who_acts
 from laststep.config.schema import Launch
 from laststep.ranks.fault import Fault
-from laststep.ranks.slurm import Job
+from laststep.ranks.slurm import Job, KillLimits
 from laststep.ranks.world import World
 from laststep.records.attempts import begin_attempt, end_attempt
 from laststep.records.retry import Decision, Next
@@ -76,6 +76,17 @@ def test_rank_0_requeues_while_slurmctld_is_busy(
     record = end_attempt(run, world, Launch(), "preempted", 1, 1)
     ending.requeue(cast(AttemptState, SimpleNamespace(world=world, run_dir=run)), record)
     assert slurm.requeues == 1 and f"] requeued job {world.job_id}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("behind_s", "left_s", "follows"), [(-600.0, 400.0, NEW_STEP), (600.0, 5.0, Follows.REQUEUE)])
+def test_a_node_whose_clock_is_wrong(
+    behind_s: float, left_s: float, follows: Follows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EndTime is the controller's. By a clock that is ahead of it the time limit is always near: each fault gave the
+    allocation back. By one that is behind, the ranks would start again a moment before the limit."""
+    monkeypatch.setattr(restart, "kill_limits", lambda: KillLimits(clock_ahead_s=behind_s))
+    ends = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + behind_s + left_s))
+    assert what_follows(RESTART, {**RUNS, "EndTime": ends}, 0, Launch(), NEW_STEP, lambda: "").follows is follows
 
 
 SUBMITTED = a_world(launcher="submitit-slurm", on_slurm=True)
