@@ -97,7 +97,8 @@ def prepare_stop(state: AttemptState, group: Group, watchdog: Watchdog) -> Stop:
     """Have the ranks agree on a last step once one of them is signalled."""
 
     def on_failure(why: str) -> None:
-        watchdog.report(Fault("failed", why, cause=False))
+        # No failure: a rank that does not answer may be reading a file in C, with the interpreter's lock held.
+        watchdog.report(Fault("signal" if state.signal else "failed", why, cause=False))
 
     state.stop = Stop(group.world, group.store, state.signals, on_failure)
     return state.stop

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from laststep.attempt.grace import LAST_MOMENT_S
+from laststep.ranks import stop
 from laststep.ranks.launchers import RESTARTS
 from laststep.records.metrics import read_lines
 from tests.support.ranks import Attempt, fingerprint, reasons, train
@@ -39,6 +40,25 @@ def test_after_the_last_step(root: Path) -> None:
     attempt = Attempt(config(root, "ending", 2, OPTIONS), {"LASTSTEP_TEST_WHERE": "ending"})
     assert attempt.wait() == [0, 0], attempt.output()
     assert reasons(attempt.run) == ["finished"] and fingerprint(attempt.run) == undisturbed(2, OPTIONS)
+
+
+def short_answers() -> None:
+    """Have ranks wait a second, not ten, for each other's answers after a signal."""
+    stop.ANSWER_S = 1.0
+
+
+def test_a_rank_that_cannot_answer(root: Path) -> None:
+    """It reads a large file as its task is made, in C, with the interpreter's lock held. A signal has asked for the
+    stop, so nothing has failed: the end counted against the budgets, and it blamed the rank's host, which a run leaves
+    after the second time."""
+    held = config(root, "held", 2, ("task=tests.support.tasks.HoldsTheLock",))
+    attempt = Attempt(held, {"LASTSTEP_TEST_HOLD_S": "8"}, before=short_answers)
+    attempt.wait_for("holds the interpreter's lock", rank=1)
+    attempt.signal(signal.SIGTERM, 0)
+    attempt.wait()
+    assert "rank 1 did not answer within 1 s of a signal" in attempt.output()
+    record = only(attempt)
+    assert (record["reason"], record["blamed"], record["error"]) == ("cancelled", [], None), attempt.output()
 
 
 SLOW_SAVE = ("task=tests.support.tasks.SlowSave", "launch.grace_s=4")

@@ -48,6 +48,7 @@ __all__ = [
     "Faulty",
     "FullDisk",
     "Held",
+    "HoldsTheLock",
     "KilledOnce",
     "Linear",
     "ManyShapes",
@@ -363,6 +364,17 @@ class Held(Classification):
                 self.hold()
 
         Learner.learn = held  # type: ignore[assignment, method-assign]
+
+
+class HoldsTheLock(Classification):
+    """Rank 1 spends LASTSTEP_TEST_HOLD_S seconds in C while the task is made, and holds the interpreter's lock, as
+    json.load does for a large file: none of its threads runs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if detect_world().rank == 1:
+            print("holds the interpreter's lock", flush=True)
+            ctypes.PyDLL(None).usleep(int(1e6 * float(os.environ["LASTSTEP_TEST_HOLD_S"])))
 
 
 class AwaitsStop(Classification):
