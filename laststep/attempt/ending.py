@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from laststep.attempt.restart import USER_SIGNALS, Ending, ending, insist_on_requeue
+from laststep.attempt.restart import USER_SIGNALS, Ending, ending, insist_on_requeue, revoked
 from laststep.checkpoint.store import CheckpointStore
 from laststep.config.config import Config
 from laststep.ranks.beside import BesideTraining
@@ -25,8 +25,8 @@ from laststep.ranks.launchers import BATCH_HOST, STEP_RESTARTS
 from laststep.ranks.process import Alarm, Signals, start_thread
 from laststep.ranks.slurm import BY_CHAIN, CHAIN_VARIABLE, SlurmError
 from laststep.ranks.world import World, hostname
-from laststep.records.attempt_record import AttemptRecord, read_ended_attempts
-from laststep.records.attempts import end_attempt
+from laststep.records.attempt_record import AttemptRecord, EndedAttempt, read_ended_attempts
+from laststep.records.attempts import correct, end_attempt
 from laststep.records.progress import likely_cause
 from laststep.records.retry import recorded
 from laststep.rundir import RunDir
@@ -148,16 +148,22 @@ def record_end(
 
 def ending_by_signal(state: AttemptState) -> Ending:
     """Why the signal came that stops this attempt, and whether we must requeue the job. Asks Slurm."""
-    assert state.cause_signal is not None
-    return ending(state.cause_signal, state.world, state.config.launch.signal_delay_s)
+    # Another rank may have reported a signal that this one has not read yet.
+    return ending(state.cause_signal or signal.SIGTERM, state.world, state.config.launch.signal_delay_s)
 
 
 def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable[[], None] | None = None) -> None:
-    """Requeue the job whose attempt ended as recorded, unless another one follows it (launch.chain). `handler` is
-    submitit's own way to requeue, where there is one. Raises SystemExit from within `handler`."""
+    """Requeue the job whose attempt ended as recorded, unless another one follows it (launch.chain), or the run has
+    been cancelled since: the ranks may have taken seconds to part. `handler` is submitit's own way to requeue, where
+    there is one. Raises SystemExit from within `handler`."""
     lost = record["lost_steps"] if record is not None else 0
     by_hand = f"{counted(lost, 'step')} lost" if lost else "every step is saved"
     by_hand = f"{by_hand}, {CONTINUE_BY_HAND}"
+    if state.cause_signal is not None and (since := revoked(state.cause_signal, state.world)) is not None:
+        if since.reason == "preempted":
+            return say(f"Slurm requeues job {state.world.job_id} by itself")
+        say(f"not requeued: {since.error or 'the run was cancelled after its end was recorded'}; {by_hand}")
+        return _record_as_cancelled(state, record) if since.reason == "cancelled" else None
     try:
         if record is not None and record["requeue"] and CHAIN_VARIABLE in os.environ:
             say(BY_CHAIN)
@@ -173,6 +179,18 @@ def requeue(state: AttemptState, record: AttemptRecord | None, handler: Callable
         say(f"{error}; the batch shell tries again")
     except SlurmError as error:
         say(f"not requeued: {error}; {by_hand}")
+
+
+def _record_as_cancelled(state: AttemptState, record: AttemptRecord | None) -> None:
+    """Correct the record of an attempt whose run was cancelled right after its end: else its job would start again."""
+    if record is None or not record["reason"]:
+        return
+    corrected: EndedAttempt = {**record, "reason": "cancelled", "requeue": False}
+    try:
+        Patience(INSIST_S, say).insist(lambda: correct(state.run_dir, record, corrected))
+    except OSError as error:
+        say(f"WARNING: attempts.jsonl does not say that the run was cancelled: {error}")
+    state.beside.ended(corrected, by_us=False)
 
 
 def end_srun(state: AttemptState) -> bool:

@@ -74,6 +74,16 @@ def ending(number: signal.Signals, world: World, signal_delay_s: int) -> Ending:
     return judge(number, job, world.restart, signal_delay_s, time.time() + ahead_s)
 
 
+def revoked(number: signal.Signals, world: World) -> Ending | None:
+    """Why the job must not be requeued after all, although this signal had asked for that a moment ago: it has been
+    cancelled since, or Slurm requeues it by itself. None if it must be, and where Slurm does not answer. Asks Slurm."""
+    if number == signal.SIGINT:
+        return Ending("cancelled", requeue=False)
+    job = show_job(world.job_id) if world.on_slurm else None
+    now = None if job is None else judge(number, job, world.restart, 0, 0)
+    return None if now is None or now.requeue else now
+
+
 def usual_ending(number: signal.Signals, world: World) -> Ending:
     """The usual meaning of the signal, outside Slurm or where Slurm does not answer."""
     if number == signal.SIGINT:  # which Slurm never sends by itself

@@ -107,8 +107,8 @@ def correct_lost_attempt(run: RunDir, kept_step: Callable[[], int]) -> None:
             return
         if lost:
             lost_s = _lost_seconds(run, record["start"], kept)
-            return _correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
-        _correct(run, record, {**record, "start_step": kept, "end_step": kept})
+            return correct(run, record, {**record, "lost_steps": record["end_step"] - kept, "lost_s": lost_s})
+        correct(run, record, {**record, "start_step": kept, "end_step": kept})
 
 
 def recorded_step(run: RunDir) -> int:
@@ -137,15 +137,15 @@ def raise_kept_step(run: RunDir, step: int) -> None:
         if record["reason"] == "finished" or step <= record["end_step"] - record["lost_steps"]:
             return
         if did_nothing:
-            _correct(run, record, {**record, "start_step": step, "end_step": step})
+            correct(run, record, {**record, "start_step": step, "end_step": step})
             continue
         end_step = max(step, record["end_step"])
         lost_s = _lost_seconds(run, record["start"], step) if end_step > step else 0.0
-        return _correct(run, record, {**record, "end_step": end_step, "lost_steps": end_step - step, "lost_s": lost_s})
+        return correct(run, record, {**record, "end_step": end_step, "lost_steps": end_step - step, "lost_s": lost_s})
 
 
-def _correct(run: RunDir, record: EndedAttempt, corrected: EndedAttempt) -> None:
-    """Replace a record."""
+def correct(run: RunDir, record: EndedAttempt, corrected: EndedAttempt) -> None:
+    """Replace the record of an ended attempt. Raises OSError when the disk refuses."""
     lines = run.attempts.read_text(errors="replace").splitlines()
     last = max(number for number, line in enumerate(lines) if f'"attempt": {record["attempt"]},' in line)
     _replace_attempts(run, "\n".join([*lines[:last], json.dumps(corrected), *lines[last + 1 :]]))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from laststep.records.attempts import begin_attempt
 from laststep.records.metrics import read_lines
 from laststep.rundir import RunDir
 from laststep.say import flush_output
+from tests.support.commands import FakeSlurm
 from tests.support.project import DEADLINE_S, PROJECT
 from tests.support.ranks import reasons, train
 from tests.support.records import a_world
@@ -120,19 +123,19 @@ class Ended(Exception):
     """The process would have ended here."""
 
 
-def an_attempt(root: Path, name: str) -> tuple[Attempt, Any, Any]:
+def an_attempt(root: Path, name: str, launcher: str = "submitit-local") -> tuple[Attempt, Any, Any]:
     """An attempt that has trained, its loop and its group."""
     small = config(root, name, 1, ())
     run = RunDir(root / name)
     run.path.mkdir()
     small.save(run.config)
     signals = cast(Signals, SimpleNamespace(first=None, first_at=None, received=[], requeue=None))
-    attempt = Attempt(small, run, a_world(), signals)
+    attempt = Attempt(small, run, a_world(launcher=launcher), signals)
     engine, group = Mock(name="engine"), Mock(name="group")
     engine.position.step, engine.position.metrics, engine.rescuable = 5, {"val_loss": 1.0}, True
     engine.can_advance = False
     engine.progress.step_s.return_value, engine.saves.stalled_s = 0.1, 0.0
-    group.world = a_world()
+    group.world = a_world(launcher=launcher)
     begin_attempt(run, group.world, 0)
     return attempt, engine, group
 
@@ -162,6 +165,49 @@ def test_the_farewell_hangs(root: Path, what: str, finished: bool, monkeypatch: 
     (record,) = read_lines(attempt._run_dir.attempts)
     assert record["reason"] == ("finished" if finished else "cancelled") and record["end_step"] == 5
     assert attempt._last_exit is not None and attempt._last_exit.needed, "what hung would hang again when Python ends"
+
+
+PREEMPTED, CANCELLED = ("preempted", True), ("cancelled", False)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "requeued", "end"),
+    [
+        pytest.param({}, True, PREEMPTED, id="nothing"),
+        pytest.param({"JobState": "COMPLETING"}, False, CANCELLED, id="scancel"),
+        pytest.param({"Restarts": 1}, False, PREEMPTED, id="requeued by Slurm"),
+        pytest.param(signal.SIGINT, False, CANCELLED, id="cancel"),
+        pytest.param(None, True, PREEMPTED, id="Slurm falls silent"),
+    ],
+)
+def test_the_run_is_cancelled_during_the_farewell(
+    root: Path,
+    meanwhile: Any,
+    requeued: bool,
+    end: tuple[str, bool],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The stop is judged and recorded, and the ranks part, which may take fifteen seconds. A job that its user cancels
+    in these seconds came back by rank 0's requeue, and trained on."""
+    slurm = FakeSlurm("n1")
+    monkeypatch.setattr(subprocess, "run", slurm.answer)
+    attempt, engine, group = an_attempt(root, re.sub(r"\W", "-", request.node.callspec.id), launcher="srun")
+    signals: Any = attempt._state.signals
+    signals.first, signals.requeue = signal.SIGUSR2, Mock()
+
+    def happens() -> None:
+        if meanwhile == signal.SIGINT:
+            signals.received.append((signal.SIGINT, time.monotonic()))
+        else:
+            slurm.job = None if meanwhile is None else {**(slurm.job or {}), **meanwhile}
+
+    group.close.side_effect = happens
+    with pytest.raises(Stopped):
+        attempt._end_in_order(engine, group, finished=False)
+    assert signals.requeue.called == requeued
+    (record,) = read_lines(attempt._run_dir.attempts)
+    assert (record["reason"], record["requeue"], record["end_step"]) == (*end, 5)
 
 
 @pytest.mark.parametrize("place", ["freeze", "write"])
