@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from tests.slurm.launchers import SMALL
 from tests.slurm.user import User
 from tests.support.commands import LONG, SLOW_STEPS
 from tests.support.project import DEADLINE_S
@@ -96,6 +98,26 @@ def test_cancel_while_training(user: User) -> None:
     said = user.types("cancel", "training")
     assert "training: waiting for the ranks of job " in said and "every step is kept" in said
     assert accounted(user, user.job_of("training")).startswith("CANCELLED")
+
+
+def test_cancel_right_after_a_stop(user: User, tmp_path: Path) -> None:
+    """The ranks have stopped for a signal after which the job is requeued, and recorded that, and rank 0 has not
+    requeued it yet: it waits for the other ranks to leave. The requeue would bring the cancelled job back."""
+    task = ("task=tests.support.tasks.PartsLate", f"launch.env.LASTSTEP_TEST_FOLDER={tmp_path}")
+    user.types("--tasks-per-node", "2", "--name", "right-after", *SMALL, "train.epochs=2", *task)
+    user.waits_for("right-after", "holds in its step 8", times=2)
+    job = user.job_of("right-after")
+    user.cluster.run("scancel", "--signal", "USR2", job)
+    user.cluster.wait_for((tmp_path / "parts").exists, DEADLINE_S, "rank 0 does not leave")
+    (before,) = user.attempts("right-after")
+    assert (before["reason"], before["requeue"]) == ("preempted", True)
+    user.cluster.run("scancel", job)
+    ending = ("squeue", "-h", "-t", "COMPLETING", "-j", job)
+    user.cluster.wait_for(lambda: user.cluster.run(*ending, check=False), DEADLINE_S, "Slurm does not end the job")
+    (tmp_path / "go").touch()
+    assert accounted(user, job).startswith("CANCELLED")
+    (after,) = user.attempts("right-after")
+    assert (after["reason"], after["requeue"], after["lost_steps"]) == ("cancelled", False, 0)
 
 
 def test_delete_ends_the_job_first(user: User) -> None:

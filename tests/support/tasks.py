@@ -30,6 +30,7 @@ from laststep.data import datasets
 from laststep.loops.engine import Engine
 from laststep.loops.learner import Learner
 from laststep.ranks import watchdog
+from laststep.ranks.group import Group
 from laststep.ranks.launchers import detect_world
 from laststep.records import progress, tensorboard_writer
 from laststep.records.metrics import MetricsFile, read_lines
@@ -53,6 +54,7 @@ __all__ = [
     "Linear",
     "ManyShapes",
     "OwnOptimizer",
+    "PartsLate",
     "Poisoned",
     "PoisonedAndKilled",
     "Prepared",
@@ -392,6 +394,23 @@ class AwaitsStop(Classification):
             sys.stdout.flush()
             await_agreement()
         return super().step(model, batch)
+
+
+class PartsLate(AwaitsStop):
+    """Once a stop is saved and recorded, rank 0 creates the file LASTSTEP_TEST_FOLDER/parts, and leaves the other ranks
+    when the test has created LASTSTEP_TEST_FOLDER/go."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        folder, close = Path(os.environ["LASTSTEP_TEST_FOLDER"]), Group.close
+
+        def late(group: Group) -> None:
+            if group.world.rank == 0:
+                (folder / "parts").touch()
+                wait_until((folder / "go").exists, "the test did not let rank 0 leave")
+            close(group)
+
+        Group.close = late  # type: ignore[assignment, method-assign]
 
 
 class Layer(nn.Module):
