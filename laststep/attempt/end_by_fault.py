@@ -177,7 +177,7 @@ class EndByFault:
             return None
         for rank in range(1, world.size):
             status = exit_status(self._folder, rank)
-            if status is not None and (status < 0 or not self._has_met):
+            if status is not None and (status < 0 or state.engine is None):
                 return self.of_death(rank)
         return None
 

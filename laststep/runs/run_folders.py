@@ -85,6 +85,11 @@ def check(config: Config, machine: Machine) -> None:
 def check_name_is_free(config: Config) -> None:
     """Raise ConfigError when a run of this name exists."""
     run = folder_of(config)
+    if run.path.exists() and not (run.config.exists() or run.submissions.exists()):
+        raise ConfigError(
+            f"launch.name={run.name}: {short(run.path)} is there without a config.yaml: another command is making it, "
+            f"or was killed as it did; then type `rm -r {shlex.quote(short(run.path))}`. Or choose another name"
+        )
     if run.path.exists():
         raise ConfigError(
             f"launch.name={run.name}: this run exists; continue it with `{command(f'resume {typed(run)}')}`, "

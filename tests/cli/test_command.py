@@ -156,6 +156,11 @@ def test_no_slurm(
 def test_run_exists(here: Path, slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A second run of the same name would mix two trainings in one folder; the message says how to continue it."""
     (here / "runs" / "mine").mkdir(parents=True)
+    says = refusal(["--name", "mine"], capfd, here)
+    assert "runs/mine is there without a config.yaml" in says and "`rm -r runs/mine`" in says, (
+        "there is no run to resume"
+    )
+    (here / "runs" / "mine" / "config.yaml").touch()
     for way in ([], ["--local"], ["--debug"], ["--dry-run"]):
         says = refusal(["--name", "mine", *way], capfd, here)
         assert "launch.name=mine: this run exists" in says and "`python launch.py resume mine`" in says

@@ -137,6 +137,9 @@ class Victim:
             known = self.run.config.exists()
             resume = ("resume", NAME, "--local", f"launch.root={self.root}")
             status = self._types("launch.py", *(resume if known else start))
+            if status == 2 and not known and self.run.path.exists() and self._was_hit():  # the command was killed
+                assert f"rm -r {self.run.path}" in (self.folder / "said.txt").read_text()
+                shutil.rmtree(self.run.path)
             if status == 2 and known and not self._was_hit():
                 return self._ended_for_good("`resume` refuses")
 
@@ -173,7 +176,11 @@ class Victim:
                 str(self.run.path),
                 str(128 - status if status < 0 else status),
             )
-            again = self._types(*after, env={**job, ROLE: str(ROLES.index("after_ranks"))}) == 0
+            decided = self._types(*after, env={**job, ROLE: str(ROLES.index("after_ranks"))})
+            again = decided == 0
+            if decided < 0:  # it was killed: the lines of the batch shell requeue the job
+                with requeues.open("a") as counted:
+                    counted.write("requeue\n")
             was_requeued = requeues.read_text().count("requeue") > restart
             if was_requeued:
                 restart, restarts = restart + 1, 0
