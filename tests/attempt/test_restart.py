@@ -74,7 +74,7 @@ def test_rank_0_requeues_while_slurmctld_is_busy(
     run, world = RunDir(tmp_path), a_world(launcher="srun", on_slurm=True)
     begin_attempt(run, world, 0)
     record = end_attempt(run, world, Launch(), "preempted", 1, 1)
-    ending.requeue(cast(AttemptState, SimpleNamespace(world=world, run_dir=run)), record)
+    ending.requeue(cast(AttemptState, SimpleNamespace(world=world, run_dir=run, cause_signal=None)), record)
     assert slurm.requeues == 1 and f"] requeued job {world.job_id}\n" in capsys.readouterr().out
 
 
