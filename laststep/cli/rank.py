@@ -45,8 +45,8 @@ Start it under any launcher; each process finds out which rank it is:
   mpirun python -m laststep --name first         Open MPI
 The same command with the same name continues the run. The launcher, not
 launch.nodes and its like, decides how many ranks there are.
-`python -m laststep hello` tests in seconds whether the ranks find each other;
-of keys, `{command} --config mnist --dry-run` prints them all.
+`python -m laststep hello` tests in seconds whether the ranks find each other.
+To list all keys with their values: `{command} --config mnist --dry-run`.
 """
 
 

@@ -18,10 +18,11 @@ from tests.support.runs import undisturbed_run
 
 # 14 steps. A fault may strike in a given step of each attempt, see tests.support.tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
-# A stand-in for `timeout`, with which the batch shell starts what decides, or for `scontrol`, which the ranks'
+# A stand-in for the Python with which the batch shell starts what decides, or for `scontrol`, which the ranks'
 # supervisors ask: it holds back its first answer.
 HOLDS_BACK = """\
 #!/bin/bash
+[[ {program} = *scontrol || "$*" = *after_ranks* ]] || exec {program} "$@"
 {program} "$@"
 status=$?
 if compgen -G "{rescues}/*/leader_0.json" >/dev/null && mkdir {folder}/decided 2>/dev/null; then
@@ -121,7 +122,8 @@ def test_a_signal_between_two_starts(
     """It comes at the worst moment: the shell has decided to restart, and no rank lives that could receive it. The job
     is requeued or stays cancelled, as if the signal had come a moment earlier."""
     name = f"between-{name}"
-    words = _held_back(user.run(name), tmp_path, "timeout", "kill-both")
+    held = _held_back(user.run(name), tmp_path, user.python, "kill-both")
+    words = (*held, f"launch.python={tmp_path / Path(user.python).name}")
     user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")
     user.waits_for(name, "restarting the ranks in job")
@@ -173,7 +175,7 @@ def test_a_signal_between_two_starts_in_a_step(
 
 def _held_back(run: RunDir, folder: Path, program: str, fault: str) -> tuple[str, ...]:
     """The words for a run with a fault, after which this program holds back its first answer."""
-    stand_in = folder / program
+    stand_in = folder / Path(program).name
     stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program), folder=folder, rescues=run.rescues))
     stand_in.chmod(0o755)
     return (*FAULTY, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 8 rank 1", f"launch.setup=['PATH={folder}:$PATH']")
