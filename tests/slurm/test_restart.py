@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from tests.support.runs import undisturbed_run
 
 # 14 steps. A fault may strike in a given step of each attempt, see tests.support.tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
-# A stand-in for the Python with which the batch shell starts what decides, or for `scontrol`, which the ranks'
-# supervisors ask: it holds back its first answer.
+# A stand-in for `decide`, which starts what decides for the batch shell, or for `scontrol`, which the ranks' supervisors
+# ask: it holds back its first answer.
 HOLDS_BACK = """\
 #!/bin/bash
-[[ {program} = *scontrol || "$*" = *after_ranks* ]] || exec {program} "$@"
 {program} "$@"
 status=$?
 if compgen -G "{rescues}/*/leader_0.json" >/dev/null && mkdir {folder}/decided 2>/dev/null; then
@@ -122,8 +122,9 @@ def test_a_signal_between_two_starts(
     """It comes at the worst moment: the shell has decided to restart, and no rank lives that could receive it. The job
     is requeued or stays cancelled, as if the signal had come a moment earlier."""
     name = f"between-{name}"
-    held = _held_back(user.run(name), tmp_path, user.python, "kill-both")
-    words = (*held, f"launch.python={tmp_path / Path(user.python).name}")
+    words = _held_back(user.run(name), tmp_path, "decide", "kill-both")
+    hold = f'at_most() {{ shift; {tmp_path}/decide "$@"; }}'  # in place of the shell's own function
+    words = (*words, f"launch.setup=[{json.dumps(hold)}]")
     user.types("--tasks-per-node", "2", "--name", name, *words)  # on two nodes, the setup would be step 0
     user.cluster.wait_for((tmp_path / "decided").exists, DEADLINE_S, "the shell has decided nothing")
     user.waits_for(name, "restarting the ranks in job")
@@ -175,7 +176,7 @@ def test_a_signal_between_two_starts_in_a_step(
 
 def _held_back(run: RunDir, folder: Path, program: str, fault: str) -> tuple[str, ...]:
     """The words for a run with a fault, after which this program holds back its first answer."""
-    stand_in = folder / Path(program).name
-    stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program), folder=folder, rescues=run.rescues))
+    stand_in = folder / program
+    stand_in.write_text(HOLDS_BACK.format(program=shutil.which(program) or "", folder=folder, rescues=run.rescues))
     stand_in.chmod(0o755)
     return (*FAULTY, f"launch.env.LASTSTEP_TEST_FAULT={fault} step 8 rank 1", f"launch.setup=['PATH={folder}:$PATH']")
