@@ -19,8 +19,8 @@ from tests.support.runs import undisturbed_run
 
 # 14 steps. A fault may strike in a given step of each attempt, see tests.support.tasks.Faulty.
 FAULTY = (*SMALL, "train.epochs=2", "task=tests.support.tasks.Faulty")
-# A stand-in for `decide`, which starts what decides for the batch shell, or for `scontrol`, which the ranks' supervisors
-# ask: it holds back its first answer.
+# A stand-in for `decide`, which starts what decides for the batch shell, or for `scontrol`, which the ranks'
+# supervisors ask: it holds back its first answer.
 HOLDS_BACK = """\
 #!/bin/bash
 {program} "$@"
