@@ -186,6 +186,8 @@ class Victim:
                 restart, restarts = restart + 1, 0
             elif again:
                 restarts += 1
+            elif self._is_finished():  # the rank was killed after that was recorded
+                break
             else:
                 return self._ended_for_good("the job is not requeued")
         if not self._is_finished():
