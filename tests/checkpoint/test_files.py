@@ -201,8 +201,8 @@ print("the training has failed", flush=True)
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 9])
 def test_at_the_limit_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel has only so many left. Each file is written once all the same: a second time it would be there, and
-    the save would fail."""
+    """The kernel may have no more threads to give. Each file is still written once: a second time it would already be
+    there, and the save would fail."""
     real, left, done = threading.Thread.start, iter(range(threads)), list[int]()
 
     def start(thread: threading.Thread) -> None:

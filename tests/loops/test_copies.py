@@ -25,7 +25,8 @@ from laststep.checkpoint.pack import load
 from laststep.checkpoint.store import CheckpointStore
 from laststep.checkpoint.writer import CheckpointInfo
 from laststep.config.config import Config
-from laststep.config.errors import ConfigError
+from laststep.config.errors import CheckpointError, ConfigError
+from laststep.loops import snapshot
 from laststep.loops.engine import Engine, Loop, SavableCopy
 from laststep.loops.learner import LateUpdate
 from laststep.loops.measured import Measured, Readback
@@ -206,6 +207,18 @@ def test_no_step_is_lost_with_copies_of_every_step(cluster: Cluster, dead: list[
     held = freeze(survivors)
     assert all({copy.moment[0] for copy in copies} == {2, 3} for copies in held)
     assert_is(save(survivors, 3), 3)
+
+
+def test_a_copy_that_was_saved_in_another_order(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a version of some days did where a model has frozen weights. Each hash is right, so nothing else would keep a
+    run from continuing with another model."""
+    monkeypatch.setattr(snapshot, "is_wrapped", lambda structure: set(structure) == {"state", "sharded"})
+    ranks = cluster.ranks(every_steps=1)
+    for rank in ranks:
+        rank.step()
+    freeze(ranks)
+    with pytest.raises(CheckpointError, match="its bytes are in another order than its structure says"):
+        save(ranks, 1)
 
 
 def test_survivors_that_have_moved_on(cluster: Cluster) -> None:

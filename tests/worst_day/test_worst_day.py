@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.needs import require_program
+from tests.support.project import DEADLINE_S
 from tests.worst_day.disk import ACTIONS, FOLDER, ROLE, ROLES, Call, Disk, Fault, library
 from tests.worst_day.plan import ERRORS, faults_of, make_plan
 from tests.worst_day.scenario import USUAL, Victim, expected
@@ -180,6 +182,21 @@ do(3, lambda: os.mkdir('b'))
 """
     root_fails = own("mkdir", "a", "whole disk fails for a while", ESTALE)
     assert on_a_disk(root_fails, program) == [f"1 {ESTALE}", f"2 {ESTALE}", "3 None"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "size"),
+    [(own("write", "new", "kills its process"), 2), (own("create", "new", "done, and kills its process"), 0)],
+    ids=["in the middle of a write", "after it has made a file"],
+)
+def test_the_disk_kills(tmp_path: Path, fault: Fault, size: int) -> None:
+    """The process ends there, and what it has done stays: else the report would praise runs that lost nothing."""
+    root = tmp_path / "root"
+    root.mkdir()
+    disk = Disk(tmp_path / "disk", root, [fault])
+    env = {**os.environ, FOLDER: str(disk.folder), ROLE: "2", "LD_PRELOAD": str(library())}
+    done = subprocess.run([sys.executable, "-c", PROGRAM + WRITE], cwd=root, env=env, timeout=DEADLINE_S)
+    assert done.returncode == -signal.SIGKILL and (root / "new").stat().st_size == size
 
 
 def test_the_plan_is_even() -> None:
